@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import jmp_lite
-from jmp_lite._src import doctor, extras
+from jmp_lite._src import doctor, extras, reports
 from jmp_lite._src.memory import command as memory_command
 
 
@@ -21,7 +21,7 @@ def main(args: Sequence[str] | None = None, prog: str = "jmp-lite") -> int:
     try:
         return options.run(options) or 0
     except (ModuleNotFoundError, RuntimeError, ValueError) as error:
-        print(error, file=sys.stderr)
+        print(reports.printable(str(error), keep="\n"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

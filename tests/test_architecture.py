@@ -33,23 +33,25 @@ PUBLIC = (
 # inside one subpackage they are free. A new module needs a line here.
 FLOORS = {
     "__init__": 0,
+    "arguments": 0,
     "compat": 0,
-    "dtypes": 0,
+    "dtypes": 1,
     "extras": 0,
-    "fp8": 1,
-    "reports": 1,
-    "trees": 1,
-    "jaxprs": 1,
-    "policy": 2,
-    "loss_scale": 3,
-    "gradients": 4,
-    "optimizers": 4,
-    "autocast": 4,
-    "numerics": 5,
-    "flax": 5,
-    "checkpoint": 6,
-    "doctor": 6,
-    "memory": 6,
+    "new_primitives": 1,
+    "fp8": 2,
+    "reports": 2,
+    "trees": 2,
+    "jaxprs": 3,
+    "policy": 3,
+    "loss_scale": 4,
+    "gradients": 5,
+    "optimizers": 5,
+    "autocast": 5,
+    "numerics": 6,
+    "flax": 6,
+    "checkpoint": 7,
+    "doctor": 7,
+    "memory": 7,
 }
 
 VERSION_NAMES = ("__version__", "__version_info__", "importlib.metadata")
@@ -165,7 +167,7 @@ def test_modules_are_loaded_when_they_are_needed() -> None:
         "jmp_lite.numerics.lint",
         "jmp_lite.linen.with_policy, jmp_lite.nnx.TrainState, jmp_lite.checkpoint.save",
     )
-    added = package - before
+    added = package - before - {"jax.experimental.jet"}  # which takes a millisecond
     assert {name.partition(".")[0] for name in added} == {"jmp_lite"}
     parts = {".".join(name.split(".")[:3]) for name in added}
     later = ("checkpoint", "doctor", "flax", "memory", "numerics")

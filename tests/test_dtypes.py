@@ -1,5 +1,6 @@
 """dtypes: names are read and written back, and devices are told apart."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -127,3 +128,10 @@ def test_a_slow_half_dtype_says_why_and_a_fast_one_nothing(dtype, device, reason
 def test_where_fp8_is_slow_there_is_a_reason(device, reason):
     found = dtypes.slow_fp8_reason(device)
     assert found is None if reason is None else reason in found
+
+
+def test_the_platform_of_a_plugin_is_known_where_it_runs(monkeypatch):
+    with pytest.raises(ValueError, match="platform to be one of .* got 'abacus'"):
+        dtypes.half_dtype("abacus")
+    monkeypatch.setattr(jax, "default_backend", lambda: "abacus")
+    assert dtypes.half_dtype("abacus") == jnp.float16

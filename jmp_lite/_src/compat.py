@@ -36,15 +36,21 @@ check_jax(jax.__version__)
 
 import jax.numpy as jnp
 import jaxlib.version
+import numpy as np
+from jax import export
 from jax._src import core as core_private
 from jax._src import linear_util  # not from `jax.extend`: it imports Pallas too
 from jax._src import source_info_util as source_info_util_private
 from jax._src.ad_checkpoint import remat_p
+from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
 from jax._src.core import Jaxpr, Literal, Primitive, jaxprs_in_params
+from jax._src.export import shape_poly as shape_poly_private
+from jax._src.interpreters import partial_eval as partial_eval_private
 from jax._src.lax import lax as lax_private
+from jax._src.state import discharge
+from jax._src.state.types import AbstractRef
 from jax.core import Tracer
-from jax.custom_derivatives import SymbolicZero
-from jax.interpreters import ad, batching, mlir
+from jax.experimental import jet
 
 # Since JAX 0.12 they are one class.
 ClosedJaxpr: Any = getattr(core_private, "ClosedJaxpr", Jaxpr)
@@ -306,6 +312,28 @@ def is_literal(var: Any) -> bool:
     return isinstance(var, Literal)
 
 
+def is_ref(aval: Any) -> bool:
+    """Return whether this is the type of a `jax.Ref`, which has a dtype, too."""
+    return isinstance(aval, AbstractRef)
+
+
+def without_refs(closed: Any) -> Any:
+    """Return a closed jaxpr of the values in its refs; refs from outside stay as is."""
+    opened, consts = open_jaxpr(closed), consts_of(closed)
+    given = any(is_ref(v.aval) for v in (*opened.constvars, *opened.invars))
+    if not given and core_private.internal_mutable_array_effect not in opened.effects:
+        return closed
+    of_all = partial_eval_private.convert_constvars_jaxpr(opened)
+    # Since JAX 0.12 they are one function.
+    of_closed: Any = getattr(discharge, "discharge_state2", discharge.discharge_state)
+    pure = of_closed(partial_eval_private.close_jaxpr(of_all))
+    run, count = core_private.jaxpr_as_fun(pure), len(opened.outvars)
+    values = [x[...] if isinstance(x, jax.Ref) else x for x in consts]
+    return jax.make_jaxpr(lambda *args: run(*values, *args)[:count])(
+        *pure.in_avals[len(values) :]
+    )
+
+
 def user_frames(traceback: Any) -> list[Any]:
     """Return the frames of a traceback outside of JAX, innermost first."""
     return list(source_info_util_private.user_frames(traceback))
@@ -351,6 +379,22 @@ def _takes_given_source() -> bool:
     return given is not None and made.traceback == given
 
 
+def bounds(dimension: Any) -> tuple[float, float]:
+    """Return the least and the largest number that a dimension of a shape may be."""
+    if not export.is_symbolic_dim(dimension):
+        return dimension, dimension
+    best = shape_poly_private.BoundsPrecision.BEST
+    return shape_poly_private._bounds_decision(dimension, best)
+
+
+def evaluate(dimension: Any, value: int) -> int:
+    """Return a dimension of a shape if every symbol in it has one value."""
+    if not export.is_symbolic_dim(dimension):
+        return dimension
+    values: Any = dict.fromkeys(dimension._get_vars(), np.int64(value))
+    return int(dimension._evaluate(values))
+
+
 def jaxprs_of(eqn: Any) -> list[Any]:
     """Return the open jaxprs in the parameters of an equation."""
     return list(jaxprs_in_params(eqn.params))
@@ -374,6 +418,11 @@ def default_precision() -> Any:
 def eqn_contexts(eqn: Any) -> tuple[Any, Any]:
     """Return the two contexts that JAX enters to evaluate an equation of a jaxpr."""
     return source_context(eqn.source_info), eqn.ctx.manager
+
+
+def mesh_of(eqn: Any) -> Any:
+    """Return the mesh in which an equation of a jaxpr was made; it may be empty."""
+    return eqn.ctx.cur_abstract_mesh
 
 
 def source_context(info: Any) -> Any:
@@ -418,111 +467,23 @@ def rebuild_custom_derivative(eqn: Any, args: Any, wrap: Callable[..., Any]) -> 
     return eqn.primitive.bind(*args, subfuns=subfuns, **params)
 
 
-def with_tangent(
-    out: jax.Array, tangents: Sequence[Any], term: Callable[[int, Any], jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """Return a result and its tangent, of what is linear in each of some operands.
-
-    `term` is the result with the tangent of an operand, by index, in its place; what
-    has none is a `SymbolicZero`.
-    """
-    moved = [(i, t) for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-    if not moved:
-        return out, jnp.zeros_like(out)
-    terms = [term(i, t) for i, t in moved]
-    return out, jax.lax.convert_element_type(sum(terms[1:], terms[0]), out.dtype)
-
-
-_IMPLS: dict[Primitive, Any] = {}
-
-
-def is_new_primitive(eqn: Any) -> bool:
-    return eqn.primitive in _IMPLS
-
-
-def jaxpr_of_impl(eqn: Any) -> Any:
-    """Return the closed jaxpr of an equation of `new_primitive`, None of any other."""
-    if not is_new_primitive(eqn):
-        return None
-    avals = [var.aval for var in eqn.invars]
-    return _IMPLS[eqn.primitive].trace(*avals, **eqn.params).jaxpr
-
-
-def new_primitive(
-    name: str,
-    impl: Callable[..., jax.Array],
-    jvp: Callable[..., Any] | None,
-    batch: Callable[..., jax.Array],
-    transposes: Sequence[Callable[..., jax.Array]] = (),
-    static_argnames: tuple[str, ...] = (),
-) -> Callable[..., jax.Array]:
-    """Return a function of arrays that JAX transforms by rules of its own.
-
-    The function `impl`, of arrays and of static keywords, returns one array; so does
-    `batch`, of operands and their mapped axes (or None), mapped over axis 0. `jvp`
-    takes primals and tangents (`SymbolicZero` where there is none), and is None of what
-    is linear in each operand. For each of the first operands in which it is linear,
-    `transposes` has a function of the cotangent, the aval of that operand, and the
-    other operands.
-    """
-    primitive = Primitive(name)
-    jitted = jax.jit(impl, static_argnames=static_argnames)
-    _IMPLS[primitive] = jitted
-
-    def bind(*args: jax.Array, **params: Any) -> jax.Array:
-        # As JAX does for its own operations under shard_map: a gradient of what is the
-        # same on all devices is summed over them.
-        axes = [jax.typeof(x).manual_axis_type.varying for x in args]
-        union = frozenset().union(*axes)
-        args = tuple(
-            jax.lax.pcast(x, tuple(union - of_x), to="varying") if union - of_x else x
-            for x, of_x in zip(args, axes, strict=True)
-        )
-        return primitive.bind(*args, **params)
-
-    def jvp_of_linear(primals, tangents, **params):
-        def term(i, tangent):
-            return bind(*primals[:i], tangent, *primals[i + 1 :], **params)
-
-        return with_tangent(bind(*primals, **params), tangents, term)
-
-    def jvp_rule(primals, tangents, **params):
-        symbolic = [
-            SymbolicZero(t.aval) if isinstance(t, ad.Zero) else t for t in tangents
-        ]
-        return (jvp or jvp_of_linear)(primals, symbolic, **params)
-
-    def batch_rule(args, axes, **params):
-        return batch(args, axes, **params), 0
-
-    primitive.def_impl(jitted)
-    primitive.def_abstract_eval(
-        lambda *avals, **params: jitted.trace(*avals, **params).jaxpr.out_avals[0]
-    )
-    ad.primitive_jvps[primitive] = jvp_rule
-
-    def transpose_rule(ct, *operands, **params):
-        (index,) = (i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
-        aval, others = operands[index].aval, [*operands[:index], *operands[index + 1 :]]
-        cts: list[Any] = [None] * len(operands)
-        if isinstance(ct, ad.Zero):
-            cts[index] = ad.Zero(aval)
-        else:
-            cts[index] = transposes[index](ct, aval, *others, **params)
-            cts[index] = cts[index].astype(aval.dtype)
-        return cts
-
-    if transposes:
-        ad.primitive_transposes[primitive] = transpose_rule
-    batching.primitive_batchers[primitive] = batch_rule
-    mlir.register_lowering(primitive, mlir.lower_fun(jitted, multiple_results=False))
-    return bind
+def _series_of_checkpoint(primals: Any, terms: Any, *, jaxpr: Any, **_: Any) -> Any:
+    """Return a Taylor series for `jet`, which takes no gradient of what it computes."""
+    run = core_private.jaxpr_as_fun(partial_eval_private.close_jaxpr(jaxpr))
+    return jet.jet2(run, primals, terms)
 
 
 def checkpoint(closed: Any, args: Sequence[Any], **options: Any) -> list[Any]:
-    """Run a closed jaxpr that the backward pass runs again, as `jax.checkpoint` does."""
+    """Run a closed jaxpr, and again in the backward pass, as `jax.checkpoint` does."""
     opened, consts = open_jaxpr(closed), consts_of(closed)
     if consts:
         invars = [*opened.constvars, *opened.invars]
         opened = opened.replace(constvars=[], invars=invars)
     return remat_p.bind(*consts, *args, jaxpr=opened, differentiated=False, **options)
+
+
+# `jet` goes through any primitive that has a rule. JAX has none for two that autocast
+# puts into a program.
+jet.jet_rules.setdefault(remat_p, _series_of_checkpoint)
+if lax_private.optimization_barrier_p not in jet.jet_rules:
+    jet.deflinear(lax_private.optimization_barrier_p)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import compat, dtypes, fp8, reports
+from jmp_lite._src import arguments, compat, dtypes, fp8, reports
 
 # The dtypes of both operands. The fp8 products are those of `fp8_dot_general`: forward,
 # and for gradients. It has no E5M2 x E5M2, and neither has cuBLAS.
@@ -95,8 +95,8 @@ class Diagnosis(reports.Report):
     missing: tuple[str, ...]  # hardware that JAX does not use, a sentence each
     miscompiled: tuple[str, ...]  # what jaxlib computes wrongly here, a sentence each
 
-    def __str__(self) -> str:
-        return self.to_text()
+    def _text(self):
+        return self.to_text().split("\n")
 
     def _table(self, every):
         return reports.Table(
@@ -159,7 +159,8 @@ class Diagnosis(reports.Report):
             [textwrap.fill(text, width) for text in (*errors, products)],
             [textwrap.fill(text, width, break_on_hyphens=False) for text in advice],
         ]
-        return "\n\n".join("\n".join(lines) for lines in parts)
+        text = "\n\n".join("\n".join(lines) for lines in parts)
+        return reports.printable(text, keep="\n")
 
 
 _RATE = ("TFLOP/s", "/ float32")
@@ -179,8 +180,7 @@ def diagnose(
       ValueError: `seconds` is not positive.
       RuntimeError: JAX finds no device.
     """
-    if not seconds > 0:
-        raise ValueError(f"Expected a positive number of seconds, got {seconds}.")
+    arguments.number(seconds, "seconds", "positive", lambda x: x > 0)
     try:
         devices = jax.local_devices()
     except (AssertionError, RuntimeError) as error:  # JAX raises either

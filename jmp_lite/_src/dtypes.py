@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmp_lite._src import arguments
+
 # The first name of each dtype is its short name; all names are accepted.
 DTYPE_NAMES: dict[Any, tuple[str, ...]] = {
     jnp.bfloat16: ("bf16", "bfloat16"),
@@ -36,6 +38,17 @@ def is_castable(dtype: Any) -> bool:
     return dtype in _CASTABLE
 
 
+def is_of_jax(dtype: Any) -> bool:
+    """Return whether JAX has arrays of this dtype: not NumPy's strings and objects."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
+        return True
+    return (
+        dtype == np.bool_
+        or jnp.issubdtype(dtype, np.number)
+        and hasattr(jnp, dtype.name)
+    )
+
+
 def is_half(dtype: Any) -> bool:
     """Return whether this dtype is float16 or bfloat16."""
     return dtype in _HALF
@@ -47,10 +60,9 @@ def needs_scale(dtype: Any) -> bool:
 
 
 def parse_dtype(value: Any) -> Any:
-    """Return the floating dtype of a name or a dtype, such as `jnp.float16`.
+    """Return the dtype of `DTYPE_NAMES` of a name or a dtype, such as `jnp.float16`.
 
-    Names are `"half"`, those in `DTYPE_NAMES`, and the NumPy name of another floating
-    dtype (`"float8_e4m3fn"`).
+    `"half"` is a name too. Others raise, fp8 with what to use in place of it.
     """
     if isinstance(value, str):
         name = value.strip()
@@ -59,10 +71,9 @@ def parse_dtype(value: Any) -> Any:
         for dtype, names in DTYPE_NAMES.items():
             if name in names:
                 return dtype
-        # fp8 dtypes: `str` writes their NumPy name, so it must parse.
         if not (name.startswith("float") and "_e" in name and hasattr(jnp, name)):
             raise ValueError(f"Unknown dtype {name!r}, expected {known_names()}.")
-        return getattr(jnp, name)
+        value = getattr(jnp, name)
     try:
         if value is None:  # NumPy interprets None as float64.
             raise TypeError
@@ -71,12 +82,20 @@ def parse_dtype(value: Any) -> Any:
         raise TypeError(
             f"Expected a floating dtype or its name ({known_names()}), got {value!r}."
         ) from None
+    for known in DTYPE_NAMES:
+        if dtype == known:
+            return known
     # NumPy's longdouble is floating, but JAX does not support it.
-    if not (jnp.issubdtype(dtype, jnp.floating) and hasattr(jnp, dtype.name)):
+    if jnp.issubdtype(dtype, jnp.floating) and hasattr(jnp, dtype.name):
         raise ValueError(
-            f"Expected a floating dtype ({known_names()}), got {dtype.name!r}."
+            f"Cannot cast to {dtype.name}: without a scale, small numbers become 0 and "
+            'large ones NaN or inf. Use get_policy("mixed_fp8") with autocast or '
+            "with_policy, or jmp_lite.fp8_dot_general: these scale the operands of "
+            "matrix products."
         )
-    return getattr(jnp, dtype.name)
+    raise ValueError(
+        f"Expected a floating dtype ({known_names()}), got {dtype.name!r}."
+    )
 
 
 def known_names() -> str:
@@ -93,6 +112,9 @@ def dtype_name(dtype: DTypeLike) -> str:
     return jnp.dtype(dtype).name
 
 
+_PLATFORMS = ("cpu", "gpu", "tpu", "cuda", "rocm", "metal", "xpu", "neuron")
+
+
 def half_dtype(platform: str | None = None) -> Any:
     """Return the half-precision dtype of a platform, as jmp does.
 
@@ -103,12 +125,18 @@ def half_dtype(platform: str | None = None) -> Any:
     Returns:
       `jnp.bfloat16` on TPU, otherwise `jnp.float16`.
 
+    Raises:
+      ValueError: an unknown platform.
+
     Examples:
       >>> half_dtype("tpu") == jnp.bfloat16
       True
     """
     if platform is None:
         platform = jax.local_devices()[0].platform
+    elif not (isinstance(platform, str) and platform in _PLATFORMS):
+        own = jax.default_backend()  # that of a plugin may have another name
+        arguments.one_of(platform, "platform", (*_PLATFORMS, own))
     return jnp.bfloat16 if platform == "tpu" else jnp.float16
 
 
@@ -142,11 +170,14 @@ def compute_capability(device: Any = None) -> tuple[int, int] | None:
 
 
 def _device(device: Any) -> Any:
-    if isinstance(device, str):
+    if device is None:
+        return jax.local_devices()[0]
+    if not isinstance(getattr(device, "platform", None), str):
+        name = device if isinstance(device, str) else "gpu"
         raise TypeError(
-            f"Expected a jax.Device, got {device!r}: write jax.devices({device!r})[0]."
+            f"Expected a jax.Device, got {device!r}: write jax.devices({name!r})[0]."
         )
-    return jax.local_devices()[0] if device is None else device
+    return device
 
 
 def slow_half_reason(dtype: DTypeLike, device: Any = None) -> str | None:

@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jmp_lite._src import compat, dtypes
+from jmp_lite._src import compat, dtypes, new_primitives
 
 # The formats of forward operands and of gradients.
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -84,8 +85,8 @@ def fp8_dot_general(
     Raises:
       TypeError: an operand is not f32, bf16 or f16: for fp8 arrays it would need their
         scales.
-      ValueError: a precision other than the default; an unknown option; a second
-        derivative, which fp8 does not have.
+      ValueError: the dimension numbers do not fit; a precision other than the default;
+        an unknown option; a second derivative, which fp8 does not have.
 
     Examples:
       >>> a, b = jnp.ones((2, 16)), jnp.full((16, 3), 0.5, jnp.bfloat16)
@@ -98,7 +99,8 @@ def fp8_dot_general(
       TransformerEngine.
     """
     for name, x in (("lhs", lhs), ("rhs", rhs)):
-        dtype = getattr(x, "dtype", type(x).__name__)
+        is_array = isinstance(x, jax.Array | np.ndarray)
+        dtype = x.dtype if is_array else type(x).__name__
         if not (dtypes.is_half(dtype) or dtype == jnp.float32):
             raise TypeError(
                 f"fp8_dot_general expects arrays of float32, bfloat16 or float16, got "
@@ -116,6 +118,17 @@ def fp8_dot_general(
             f"fp8_dot_general does not support {sorted(options)}: got {options}. Use "
             "jax.lax.with_sharding_constraint on its result."
         )
+    shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs)]
+    try:
+        (_, _), (_, _) = dimension_numbers
+        jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), *shapes)
+    except Exception as error:  # JAX raises different ones
+        raise ValueError(
+            f"fp8_dot_general cannot multiply {lhs.shape} and {rhs.shape} by the "
+            f"dimension_numbers {dimension_numbers!r}: {error}"
+        ) from None
+    if preferred_element_type is not None:
+        preferred_element_type = dtypes.parse_dtype(preferred_element_type)
     return dot_general(lhs, rhs, dimension_numbers, preferred_element_type)
 
 
@@ -129,9 +142,6 @@ def dot_general(
     """Return what `fp8_dot_general` does."""
     of_lhs = _Dimensions(lhs.shape, dimension_numbers, 0)
     of_rhs = _Dimensions(rhs.shape, dimension_numbers, 1)
-    if of_lhs.batch != of_rhs.batch or of_lhs.summed != of_rhs.summed:
-        # This raises the error of JAX.
-        jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), lhs, rhs)
     if dtype is None:
         dtype = lhs.dtype if lhs.dtype == rhs.dtype else jnp.float32
     # One free and one summed dimension on each side, which XLA's fp8 kernels need.
@@ -200,14 +210,22 @@ def sizes(lhs: Any, rhs: Any, dimension_numbers: Dimensions) -> list[int]:
 def is_default_precision(precision: Any) -> bool:
     """Return whether this is the default `precision` of a product, or a pair of it."""
     pair = precision if isinstance(precision, tuple) else (precision,)
-    return all(p in (None, "default", lax.Precision.DEFAULT) for p in pair)
+    kinds, default = (
+        str | lax.Precision | None,
+        (None, "default", lax.Precision.DEFAULT),
+    )
+    return all(isinstance(p, kinds) and p in default for p in pair)
 
 
 def why_not_sizes(sizes: Sequence[int], min_size: int = MIN_SIZE) -> str:
     """Return why a product with these dimensions is not put in fp8, or ""."""
-    if min(sizes) < min_size:
-        return f"a dimension of {min(sizes)}, smaller than {min_size}"
-    odd = [size for size in sizes if size % TILE]
+    # Of a symbolic one it has to be known.
+    small = min(sizes, key=lambda size: compat.bounds(size)[0])
+    least, most = compat.bounds(small)
+    if least < min_size:
+        may_be = "" if most < min_size else "which may be "
+        return f"a dimension of {small}, {may_be}smaller than {min_size}"
+    odd = [size for size in sizes if size % TILE != 0]
     return f"a dimension of {odd[0]}, no multiple of {TILE}" if odd else ""
 
 
@@ -263,7 +281,7 @@ def _product_jvp(primals, tangents, *, formats):
     def term(i, tangent):
         return _linear(tangent, *(a if i else b), is_lhs=i == 0, in_axes=())
 
-    return compat.with_tangent(_multiply(*a, *b), tangents, term)
+    return new_primitives.with_tangent(_multiply(*a, *b), tangents, term)
 
 
 def _product_batch(args: Any, axes: Any, *, formats: Any) -> jax.Array:
@@ -377,17 +395,25 @@ def _linear_batch(args, axes, *, is_lhs, in_axes):
     return _linear(x, w8, scale, is_lhs=is_lhs, in_axes=in_axes)
 
 
+def _product_transpose(ct, aval, other, *, formats, operand):
+    rounded = quantize(other, formats[1 - operand])
+    return _linear_transpose(ct, aval, *rounded, is_lhs=operand == 0, in_axes=())
+
+
 # f32 `[*batch, m, n]` of `[*batch, m, k]` and `[*batch, n, k]`, any floating dtypes.
-_product = compat.new_primitive(
-    PRIMITIVE, _product_impl, _product_jvp, _product_batch, static_argnames=("formats",)
+_product = new_primitives.new_primitive(
+    PRIMITIVE,
+    _product_impl,
+    _product_jvp,
+    _product_batch,
+    [functools.partial(_product_transpose, operand=i) for i in range(2)],
 )
 # Linear in its first operand. Its transpose rounds to fp8; that of a dot_general would
 # multiply float32.
-_linear = compat.new_primitive(
+_linear = new_primitives.new_primitive(
     "fp8_linear",
     _linear_impl,
     _linear_jvp,
     _linear_batch,
     [_linear_transpose],
-    static_argnames=("is_lhs", "in_axes"),
 )

@@ -7,7 +7,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._src import compat, trees
+from jmp_lite._src import arguments, compat, trees
 from jmp_lite._src.loss_scale import get_loss_scale
 
 P = ParamSpec("P")
@@ -98,10 +98,11 @@ def scaled_value_and_grad(
       Micikevicius et al., Mixed Precision Training, 2018, section 3.2
       (https://arxiv.org/abs/1710.03740).
     """
-    if not callable(fun):
-        raise TypeError(f"Expected a function to differentiate, got {fun!r}.")
+    arguments.function(fun, "differentiate")
+    arguments.flag(has_aux, "has_aux")
     name = getattr(value_and_grad, "__name__", "")
-    if not callable(value_and_grad) or name in ("grad", "filter_grad"):
+    is_class = isinstance(value_and_grad, type)
+    if not callable(value_and_grad) or is_class or name in ("grad", "filter_grad"):
         raise TypeError(
             "Expected value_and_grad to be a transformation such as "
             f"jax.value_and_grad, got {value_and_grad!r}. For gradients alone, call "
@@ -119,13 +120,15 @@ def scaled_value_and_grad(
         value, aux = split_aux(fun(*args, **kwargs), has_aux)
         return found.scale(value), (value, aux)
 
+    if value_and_grad is jax.value_and_grad:
+        arguments.positions(argnums, "argnums")
     if argnums != 0:  # 0 is the default everywhere; equinox accepts no argnums
         kwargs["argnums"] = argnums
     transformed = value_and_grad(scaled_loss, has_aux=True, **kwargs)
 
     def fun_value_and_grad(*args, **kwargs):
         if value_and_grad is jax.value_and_grad:
-            _check_arguments(args, argnums)
+            check_arguments(args, argnums)
         (_, (value, aux)), grads = transformed(*args, **kwargs)
         value = trees.cast_at_least_float32(jnp.asarray(value))
         return ((value, aux) if has_aux else value), grads
@@ -184,7 +187,7 @@ def scaled_grad(
     return fun_grad
 
 
-def _check_arguments(args: tuple[Any, ...], argnums: int | Sequence[int]) -> None:
+def check_arguments(args: tuple[Any, ...], argnums: int | Sequence[int]) -> None:
     """Raise if `jax.value_and_grad` cannot differentiate an argument of this kind."""
     indices = (argnums,) if isinstance(argnums, int) else argnums
     for index in indices:
@@ -201,13 +204,18 @@ def _check_arguments(args: tuple[Any, ...], argnums: int | Sequence[int]) -> Non
                     "lost. Pass value_and_grad=nnx.value_and_grad, or differentiate "
                     "the parameters only, as with jmp_lite.nnx.TrainState."
                 )
-            if callable(leaf) and not trees.is_array(leaf):
-                raise TypeError(
-                    f"jax.value_and_grad got {leaf!r} to differentiate ({place}), "
-                    "which has no gradient. For a model that holds functions, such as "
-                    "an equinox model, pass value_and_grad="
-                    "equinox.filter_value_and_grad."
+            if isinstance(leaf, jax.Array) or arguments.array(leaf) is not None:
+                continue
+            remedy = ""
+            if callable(leaf):
+                remedy = (
+                    " For a model that holds functions, such as an equinox model, pass "
+                    "value_and_grad=equinox.filter_value_and_grad."
                 )
+            raise TypeError(
+                f"jax.value_and_grad got {leaf!r} to differentiate ({place}), which "
+                f"has no gradient.{remedy}"
+            )
 
 
 def split_aux(output: Any, has_aux: bool) -> tuple[Any, Any]:

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
-from jmp_lite._src import compat, trees
+from jmp_lite._src import arguments, compat, trees
+from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.policy import Policy, PolicyMap, get_policy, policies_of
 
 T = TypeVar("T")
@@ -54,6 +56,7 @@ class NoOpLossScale(metaclass=compat.FlaxSerializable):
 
     def adjust(self, grads_finite: Any) -> "NoOpLossScale":
         """Return this loss scale unchanged."""
+        check_flag(grads_finite)
         return self
 
 
@@ -65,6 +68,10 @@ class StaticLossScale(metaclass=compat.FlaxSerializable):
     Args:
       loss_scale: the factor. Use a power of two, so that scaling is exact.
 
+    Raises:
+      TypeError: the factor is not a number.
+      ValueError: in what uses it: the factor is not positive and finite.
+
     Examples:
       >>> float(StaticLossScale(1024.0).unscale(jnp.float16(512)))
       0.5
@@ -74,19 +81,23 @@ class StaticLossScale(metaclass=compat.FlaxSerializable):
 
     def __post_init__(self):
         # A float is hashable, an array is not. A tracer has no value to convert.
-        if trees.is_concrete_number(self.loss_scale):
-            object.__setattr__(self, "loss_scale", float(self.loss_scale))
+        if not isinstance(self.loss_scale, Tracer):
+            scale = arguments.number(self.loss_scale, "loss_scale")
+            object.__setattr__(self, "loss_scale", scale)
 
     def scale(self, tree: T) -> T:
         """Return the tree times the scale; see `DynamicLossScale.scale`."""
-        return trees.multiply(tree, self.loss_scale)
+        check_loss_scale(self)
+        return _multiply(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
         """Return the tree divided by the scale; see `DynamicLossScale.unscale`."""
-        return trees.multiply(tree, 1 / self.loss_scale)
+        check_loss_scale(self)
+        return _multiply(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> "StaticLossScale":
         """Return this loss scale unchanged."""
+        check_flag(grads_finite)
         return self
 
 
@@ -121,6 +132,10 @@ def _name_our_arguments(cls: type[T]) -> type[T]:
 
     cls.__init__ = checked
     return cls
+
+
+class _InverseOfFactor(float):
+    """A backoff factor that was not given, so that it follows another factor."""
 
 
 @_name_our_arguments
@@ -164,7 +179,8 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
     Raises:
       ValueError: the scale is not positive, or not between `min_loss_scale` and
         `max_loss_scale`; a setting is out of its range.
-      TypeError: a setting is not a number known at trace time.
+      TypeError: the scale is not a number or array; a setting is not a number known at
+        trace time.
 
     Examples:
       >>> loss_scale = DynamicLossScale(2.0**15, period=2)
@@ -196,37 +212,44 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
 
     def __post_init__(self):
         for name in ("loss_scale", "min_loss_scale"):
-            x = getattr(self, name)
-            dtype = "int" if isinstance(x, int) else getattr(x, "dtype", None)
-            if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
+            x: Any = getattr(self, name)
+            dtype = x.dtype if trees.is_array(x) else jnp.float32
+            if isinstance(x, int) or jnp.issubdtype(dtype, jnp.integer):
+                dtype = "int" if isinstance(x, int) else dtype
                 warnings.warn(
                     f"Expected floating type for {name}, got {dtype}; it is cast to "
                     "float32.",
                     stacklevel=4,
                 )
-        for name in ("period", "factor", "backoff_factor", "hysteresis"):
-            value = getattr(self, name)
-            if value is None and name == "backoff_factor":
-                continue
-            _static_number(value, name)
-            if trees.is_array(value):  # a static field must be hashable
-                object.__setattr__(self, name, np.asarray(value).item())
-        if trees.is_concrete_number(self.loss_scale):
+        if arguments.is_number(self.loss_scale):
             _check_positive(self.loss_scale)
-        settings = {
-            "min_loss_scale": _static_number(self.min_loss_scale, "min_loss_scale"),
-            "max_loss_scale": _static_number(self.max_loss_scale, "max_loss_scale"),
-            "loss_scale": _as_scalar(self.loss_scale, jnp.float32),
-            "counter": _as_scalar(self.counter, jnp.int32),
-        }
-        self._check_settings(**settings)
-        if self.backoff_factor is None:
-            settings["backoff_factor"] = 1 / self.factor
+
+        def number(name, expected="", holds: Any = lambda x: True):
+            return arguments.number(getattr(self, name), name, expected, holds)
+
+        factor = number("factor", "finite and above 1", lambda x: 1 < x < math.inf)
+        backoff = _InverseOfFactor(1 / factor)
+        if not isinstance(self.backoff_factor, _InverseOfFactor | None):
+            backoff = number("backoff_factor", "between 0 and 1", lambda x: 0 < x < 1)
+        hysteresis = arguments.count(self.hysteresis, "hysteresis")
+        arguments.one_of(self.hysteresis_refill, "hysteresis_refill", _REFILLS)
         bad_steps = 0 if self.bad_steps is None else self.bad_steps
-        counts = self.hysteresis > 1
-        settings["bad_steps"] = _as_scalar(bad_steps, jnp.int32) if counts else None
+        settings = {
+            "loss_scale": _as_scalar(self.loss_scale, "loss_scale", jnp.float32),
+            "counter": _as_scalar(self.counter, "counter", jnp.int32),
+            "period": arguments.count(self.period, "period"),
+            "factor": factor,
+            "min_loss_scale": number("min_loss_scale"),
+            "backoff_factor": backoff,
+            "max_loss_scale": number("max_loss_scale"),
+            "hysteresis": hysteresis,
+            "bad_steps": _as_scalar(bad_steps, "bad_steps", jnp.int32),
+        }
+        if hysteresis == 1:
+            settings["bad_steps"] = None
         for name, value in settings.items():
             object.__setattr__(self, name, value)
+        self._check_bounds()
 
     def scale(self, tree: T) -> T:
         """Multiply the floating and complex leaves of a tree by the scale.
@@ -239,7 +262,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
           exceed the range of f16. Integers, bools, keys, `float0` and objects are
           returned unchanged.
         """
-        return trees.multiply(tree, self.loss_scale)
+        return _multiply(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:
         """Divide the floating and complex leaves of a tree by the scale.
@@ -252,7 +275,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
           underflow in half precision. Complex leaves stay complex. Integers, bools,
           keys, `float0` and objects are returned unchanged.
         """
-        return trees.multiply(tree, 1 / self.loss_scale)
+        return _multiply(tree, 1 / self.loss_scale)
 
     def adjust(self, grads_finite: Any) -> "DynamicLossScale":
         """Return the loss scale for the next step.
@@ -264,17 +287,10 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
           The loss scale after the update above; every leaf keeps its dtype.
 
         Raises:
-          ValueError: `grads_finite` is not a scalar.
+          TypeError: `grads_finite` is not a boolean scalar.
         """
-        is_leaf = jax.tree_util.all_leaves([grads_finite])
-        if not is_leaf or jnp.ndim(grads_finite) != 0:
-            got = f"shape {jnp.shape(grads_finite)}" if is_leaf else "a tree"
-            raise ValueError(
-                f"Expected grads_finite to be a boolean scalar, got {got}; "
-                "all_finite(grads) makes one."
-            )
-        finite = jnp.asarray(grads_finite).astype(jnp.bool_)
-        scale, counter = self.loss_scale, jnp.where(finite, self.counter + 1, 0)
+        finite, scale = check_flag(grads_finite), self.loss_scale
+        counter = jnp.where(finite, optax.safe_increment(self.counter), 0)
         grow = finite & (counter >= int(self.period))
         bad_steps, lower = self._count_bad_steps(finite, grow)
         ceiling = min(self.max_loss_scale, _LARGEST)
@@ -290,40 +306,33 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
         """Return the next count of overflows, and whether the scale is lowered."""
         if self.hysteresis == 1:
             return None, ~finite
-        counted = jnp.minimum(self.bad_steps + 1, self.hysteresis)
+        counted = jnp.minimum(optax.safe_increment(self.bad_steps), self.hysteresis)
         lower = ~finite & (counted == self.hysteresis)
         refills = {"scale_change": grow | lower, "growth": grow, "finite_step": finite}
         kept = jnp.where(finite, self.bad_steps, counted)
         return jnp.where(refills[self.hysteresis_refill], 0, kept), lower
 
-    def _check_settings(self, min_loss_scale: float, max_loss_scale: float, **_):
-        backoff = self.backoff_factor
-        refill = self.hysteresis_refill
-        checks = {
-            "period": ("at least 1, a whole int32", _is_count(self.period)),
-            "factor": ("finite and above 1", 1 < self.factor < math.inf),
-            "backoff_factor": ("between 0 and 1", backoff is None or 0 < backoff < 1),
-            "hysteresis": ("at least 1, a whole int32", _is_count(self.hysteresis)),
-            "hysteresis_refill": (f"one of {_REFILLS}", refill in _REFILLS),
-        }
-        for name, (expected, holds) in checks.items():
-            if not holds:
-                got = getattr(self, name)
-                raise ValueError(f"Expected {name} to be {expected}, got {got!r}.")
-        if not 0 <= min_loss_scale <= max_loss_scale:
+    def _check_bounds(self):
+        low, high = self.min_loss_scale, self.max_loss_scale
+        if not 0 <= low <= high:
             raise ValueError(
-                "Expected 0 <= min_loss_scale <= max_loss_scale, got "
-                f"{min_loss_scale} and {max_loss_scale}."
+                f"Expected 0 <= min_loss_scale <= max_loss_scale, got {low} and {high}."
             )
-        if not trees.is_concrete_number(self.loss_scale):
+        if not arguments.is_number(self.loss_scale):
             return
-        value, low, high = float(self.loss_scale), min_loss_scale, max_loss_scale
+        value = float(self.loss_scale)
         if not np.float32(low) <= np.float32(value) <= np.float32(high):
             name = "min_loss_scale" if value < low else "max_loss_scale"
             raise ValueError(
                 "Expected a loss scale between min_loss_scale and max_loss_scale, got "
                 f"{value}, {low} and {high}: pass {name}={value} too."
             )
+
+
+def _multiply(tree: T, factor: Any) -> T:
+    """Multiply a tree, in the scope by which `lint` knows a scale that is constant."""
+    with jax.named_scope(name_scopes.LOSS_SCALE):
+        return trees.multiply(tree, factor)
 
 
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
@@ -404,11 +413,14 @@ def check_loss_scale(loss_scale: Any) -> None:
             f"{loss_scale!r}.{_remedy(loss_scale)}"
         )
     value = loss_scale.loss_scale
-    is_several = trees.is_array(value) and jnp.ndim(value) != 0
-    if isinstance(value, str | None) or is_several:
+    if trees.is_array(value) and jnp.ndim(value) != 0:
         raise TypeError(f"Expected one number in the loss scale, got {value!r}.")
-    if trees.is_concrete_number(value):
+    if arguments.is_number(value):
         _check_positive(value)
+
+
+def check_flag(grads_finite: Any) -> jax.Array:
+    return trees.check_flag(grads_finite, "all_finite(grads) makes one")
 
 
 def _remedy(x: Any) -> str:
@@ -420,27 +432,22 @@ def _remedy(x: Any) -> str:
             return " One that adapts is DynamicLossScale(); none, NoOpLossScale()."
     if isinstance(x, str | Policy | PolicyMap):
         return f" For that of a policy, write loss_scale_for({x!r})."
-    if trees.is_concrete_number(x):
+    if arguments.is_number(x):
         constant, dynamic = f"StaticLossScale({x!r})", f"DynamicLossScale({x!r})"
         return f" A constant one is {constant}; one that starts there is {dynamic}."
     return compat.of_another_package(x, *get_args(LossScale))
 
 
-def _as_scalar(x: Any, dtype: Any) -> Any:
-    """Convert a number or array to a jax array of this dtype; return others as is."""
+def _as_scalar(x: Any, name: str, dtype: Any) -> Any:
+    """Convert a number or an array to a jax array of this dtype; keep a shape."""
+    if arguments.is_number(x) and dtype == jnp.int32:
+        arguments.count(x, name, least=0)
+    is_array = trees.is_array(x) and arguments.is_real(x.dtype)
+    if not is_array and not arguments.is_number(x):
+        raise TypeError(arguments.wrong(name, "a number", x))
     if isinstance(x, jax.Array):
         return x if x.dtype == dtype and not x.weak_type else x.astype(dtype)
-    is_number = isinstance(x, np.ndarray | np.generic | int | float)
-    return jnp.asarray(x, dtype) if is_number else x
-
-
-def _static_number(x: Any, name: str) -> float:
-    if not trees.is_concrete_number(x):
-        raise TypeError(
-            f"Expected {name} to be a number known at trace time, got {x!r}: it is "
-            "static, not part of the state."
-        )
-    return float(x)
+    return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x, dtype)
 
 
 def _check_positive(scale: Any) -> None:
@@ -450,7 +457,3 @@ def _check_positive(scale: Any) -> None:
             f"Expected a positive, finite loss scale, got {value}; the scale and its "
             "inverse must be normal float32 numbers, 2**-126 to 2**126."
         )
-
-
-def _is_count(x: Any) -> bool:
-    return float(x).is_integer() and 1 <= x < 2**31

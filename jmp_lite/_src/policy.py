@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jmp_lite._src import compat, dtypes, trees
+from jmp_lite._src import arguments, compat, dtypes, trees
 
 T = TypeVar("T")
 
@@ -42,8 +43,8 @@ class Policy:
         to the compute dtype.
 
     Raises:
-      ValueError: a name is unknown, a dtype is not floating, the compute dtype is fp8,
-        or the matmul dtype or reduce dtype does not fit.
+      ValueError: a name is unknown, a dtype is not floating or is fp8, which needs a
+        scale, or the matmul dtype or reduce dtype does not fit.
       TypeError: an argument is neither a name nor a dtype.
 
     Examples:
@@ -66,18 +67,7 @@ class Policy:
     def __post_init__(self):
         for name in ("param_dtype", "compute_dtype", "output_dtype"):
             object.__setattr__(self, name, dtypes.parse_dtype(getattr(self, name)))
-        if dtypes.needs_scale(self.compute_dtype):
-            raise ValueError(
-                f"Cannot compute in {dtypes.dtype_name(self.compute_dtype)}: a cast to "
-                "fp8 without a scale makes small numbers 0 and large ones NaN. Use "
-                'get_policy("mixed_fp8") with autocast or with_policy, or '
-                "jmp_lite.fp8_dot_general: these scale the operands of matrix products."
-            )
-        if self.matmul_dtype not in (None, "fp8"):
-            raise ValueError(
-                "Expected the matmul dtype None (the compute dtype) or 'fp8', got "
-                f"{self.matmul_dtype!r}."
-            )
+        arguments.one_of(self.matmul_dtype, "matmul_dtype", (None, "fp8"))
         if self.matmul_dtype is not None and self.compute_dtype != jnp.bfloat16:
             raise ValueError(
                 "Matrix products in fp8 need the compute dtype bfloat16, got "
@@ -314,6 +304,7 @@ class PolicyMap:
                 f"Expected a mapping of patterns to policies, got {self.rules!r}."
             ) from None
         pairs = tuple((check_pattern(pattern), get_policy(p)) for pattern, p in pairs)
+        arguments.flag(self.allow_unused, "allow_unused")
         object.__setattr__(self, "default", get_policy(self.default))
         object.__setattr__(self, "rules", pairs)
 
@@ -338,7 +329,11 @@ class PolicyMap:
         return dataclasses.replace(self, default=default, rules=tuple(rules))
 
     def at(self, path: str) -> Policy:
-        """Return the policy of a key path."""
+        """Return the policy of a key path.
+
+        Raises:
+          TypeError: the path is not a string.
+        """
         return self.rule_for(path) or self.default
 
     def rule_for(self, path: str) -> Policy | None:
@@ -347,6 +342,7 @@ class PolicyMap:
 
     def match(self, path: str) -> tuple[str, Policy | None]:
         """Return the first pattern that applies to a path, and its policy or None."""
+        arguments.text(path, "path")
         index = first_match([pattern for pattern, _ in self.rules], path)
         return ("", None) if index is None else self.rules[index]
 
@@ -364,8 +360,7 @@ class PolicyMap:
         Raises:
           ValueError: the role is unknown; a pattern sets the policy of no leaf.
         """
-        if role not in ("param", "compute", "output"):
-            raise ValueError(f"Expected 'param', 'compute' or 'output', got {role!r}.")
+        arguments.one_of(role, "role", ("param", "compute", "output"))
         role = f"{role}_dtype"
         paths = trees.key_paths(tree)
         fitted = self.fitted(paths)
@@ -375,7 +370,7 @@ class PolicyMap:
             if trees.is_castable(x)
             else x.dtype
             for path, x in zip(paths, jax.tree.leaves(tree), strict=True)
-            if trees.is_array(x)
+            if trees.is_array(x) or isinstance(x, np.ndarray)
         }
 
     def check_unused(self, paths: Iterable[str], remedy: str = "") -> None:
@@ -389,6 +384,9 @@ class PolicyMap:
           ValueError: names the pattern and the nearest paths; never raised if
             `allow_unused` is set.
         """
+        if isinstance(paths, str) or not np.iterable(paths):
+            raise TypeError(arguments.wrong("paths", "key paths", paths))
+        paths = [arguments.text(path, "each path") for path in paths]
         if self.allow_unused:
             return
         remedy += " (allow_unused=True disables this check.)"

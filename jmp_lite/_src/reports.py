@@ -2,6 +2,9 @@
 
 `print(report)` has the worst rows in plain text, `rich.print(report.table(every=True))`
 all of them in colour, and `type(report).from_json(report.to_json())` is the report.
+
+Names of scopes, leaves and files are text wherever they are shown: `printable` and
+`Table` escape what a terminal, rich or a page would obey. JSON has them as they are.
 """
 
 import dataclasses
@@ -14,10 +17,23 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from jmp_lite._src import extras
+from jmp_lite._src import arguments, extras
 
 LINES = 40
 """How many lines of text a report prints."""
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Return a text on one line, with what `repr` escapes escaped, but for `keep`.
+
+    Examples:
+      >>> printable("é[q]\x1b[31m\nimport os")
+      'é[q]\\x1b[31m\\nimport os'
+    """
+    return "".join(
+        x if x.isprintable() or x in keep else x.encode("unicode_escape").decode()
+        for x in text
+    )
 
 
 def percent(share: float) -> str:
@@ -56,7 +72,7 @@ def short_line(line: str) -> str:
 
 def summarize(items: Sequence[str]) -> str:
     """Return the first few items, and the number of the others."""
-    first, rest = items[:4], len(items[4:])
+    first, rest = map(printable, items[:4]), len(items[4:])
     more = f" and {rest} more" if rest else ""
     return ", ".join(first) + more if items else "nothing"
 
@@ -90,26 +106,41 @@ def _end(path: str, most: int = 44) -> str:
     return f"…/{end.partition('/')[2]}" if "/" in end else f"…{end}"
 
 
+Lines = str | Sequence[str]  # a line, or several
+
+
+def _joined(lines: Lines) -> str:
+    """Return the text of lines, of which names cannot make more."""
+    return "\n".join(map(printable, [lines] if isinstance(lines, str) else lines))
+
+
 @dataclasses.dataclass(frozen=True)
 class Table:
     """A table, however it is shown."""
 
-    title: str
+    title: Any  # a line or several, as cells and caption; stored as printable text
     columns: Sequence[str]  # their titles
-    rows: Sequence[Sequence[str]]  # the cells of each row, the worst first
+    rows: Sequence[Sequence[Any]]  # the cells of each row, the worst first
     numbers: Collection[str] = ()  # columns aligned to the right and never wrapped
     red: Collection[int] = ()  # the indices of rows
-    caption: str = ""
+    caption: Any = ""
     show_lines: bool = False  # between rows
+
+    def __post_init__(self):
+        for name in ("title", "caption"):
+            object.__setattr__(self, name, _joined(getattr(self, name)))
+        rows = [list(map(_joined, row)) for row in self.rows]
+        object.__setattr__(self, "rows", rows)
 
     def to_rich(self) -> Any:
         with extras.needed("numerics"):
             from rich import box
             from rich.table import Table as RichTable
+            from rich.text import Text  # unlike a string, it has no markup
 
         table = RichTable(
-            title=self.title,
-            caption=self.caption,
+            title=Text(self.title, style="table.title"),
+            caption=Text(self.caption, style="table.caption"),
             show_lines=self.show_lines,
             box=box.SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
@@ -119,7 +150,8 @@ class Table:
             justify = "right" if is_number else "left"
             table.add_column(name, justify=justify, no_wrap=is_number, overflow="fold")
         for i, cells in enumerate(self.rows):
-            table.add_row(*cells, style="red" if i in self.red else None)
+            row = map(Text, cells)
+            table.add_row(*row, style="red" if i in self.red else None)
         return table
 
     def to_text(self) -> str:
@@ -146,6 +178,12 @@ class Table:
         return f"<p>{title}</p><table>{text}</table><p>{caption}</p>"
 
 
+_NOT_OF_A_REPORT = (
+    *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
+    RecursionError,  # of brackets in thousands of others
+)
+
+
 class Report:
     """What every report can do; it is a frozen dataclass of plain values."""
 
@@ -155,9 +193,13 @@ class Report:
         """Return the table: of all rows, or of what matters most."""
         raise NotImplementedError
 
+    def _text(self) -> "Lines":
+        """Return what `str` shows, with names as they are."""
+        return self._table(every=False).to_text().split("\n")
+
     def __str__(self) -> str:
         """Return at most 40 lines of text, the worst first."""
-        return self._table(every=False).to_text()
+        return _joined(self._text())
 
     def _repr_html_(self) -> str:
         return self._table(every=False).to_html()
@@ -171,7 +213,7 @@ class Report:
         Raises:
           ImportError: rich is not installed (`pip install "jmp-lite[numerics]"`).
         """
-        return self._table(every).to_rich()
+        return self._table(arguments.flag(every, "every")).to_rich()
 
     def to_json(self) -> str:
         """Return it as JSON, for `from_json`; inf and nan are strings."""
@@ -186,12 +228,10 @@ class Report:
         """
         try:
             return cls._from_fields(json.loads(text))
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except _NOT_OF_A_REPORT as error:
             article = "an" if cls.__name__[0] in "AEIO" else "a"
-            raise ValueError(
-                f"Expected the JSON of {article} {cls.__name__}, got {text[:80]!r} "
-                f"({error!r})."
-            ) from None
+            expected, why = f"the JSON of {article} {cls.__name__}", f"({error!r})"
+            raise ValueError(arguments.wrong("text", expected, text, why)) from None
 
     def _to_fields(self) -> dict[str, Any]:
         """Return what JSON has: plain values and arrays."""

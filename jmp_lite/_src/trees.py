@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from jmp_lite._src import compat, dtypes
+from jmp_lite._src import arguments, compat, dtypes
 
 T = TypeVar("T")
 
@@ -47,8 +46,17 @@ def register_dataclass(cls: type[T]) -> type[T]:
 
 
 def is_array(x: Any) -> bool:
-    """Return whether a leaf is a jax or numpy array, tracer or `ShapeDtypeStruct`."""
-    return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+    """Return whether a leaf is a jax or numpy array, tracer or `ShapeDtypeStruct`.
+
+    NumPy's arrays of strings, objects, dates and long doubles are objects to JAX.
+    """
+    kinds = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+    return isinstance(x, kinds) and dtypes.is_of_jax(x.dtype)
+
+
+def is_number(x: Any) -> bool:
+    """Return whether a leaf is an array or a Python number."""
+    return is_array(x) or isinstance(x, bool | int | float | complex)
 
 
 def is_castable(x: Any) -> bool:
@@ -150,8 +158,40 @@ def all_finite(tree: Any) -> jax.Array:
       >>> bool(all_finite({"a": jnp.ones(3), "b": jnp.array([0.0, jnp.inf])}))
       False
     """
-    verdicts = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree) if is_inexact(x)]
+    leaves = [with_value(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
+    verdicts = [jnp.isfinite(x).all() for x in leaves]
     return jnp.stack(verdicts).all() if verdicts else jnp.array(True)
+
+
+_FACTOR = 2.0**65  # of small numbers, and of large ones its inverse
+
+
+def norm(tree: Any) -> jax.Array:
+    """Return the 2-norm of the floating and complex arrays of a tree, f32 `[]`.
+
+    It is right for all normal numbers, also where their squares are inf or 0, in one
+    pass over each array.
+    """
+    totals = [jnp.float32(0)] * 3
+    for leaf in filter(is_inexact, jax.tree.leaves(tree)):
+        x = jnp.asarray(leaf)
+        for part in (x.real, x.imag) if jnp.iscomplexobj(x) else (x,):
+            size = jnp.abs(part)
+            factor, zero = jnp.asarray(_FACTOR, part.dtype), np.zeros((), part.dtype)
+            # Without a choice, XLA squares first.
+            large = jnp.where(size > 1, part / factor, zero)
+            small = jnp.where(size < 1, part * factor, zero)
+            sums = jax.lax.reduce(
+                list(map(jnp.square, (part, large, small))),
+                [zero] * 3,
+                lambda a, b: list(map(jnp.add, a, b)),
+                range(part.ndim),
+            )
+            pairs = zip(totals, sums, strict=True)
+            totals = [total + x.astype(jnp.float32) for total, x in pairs]
+    plain, of_large, of_small = map(jnp.sqrt, totals)
+    finite = jnp.where(plain < 2.0**-30, of_small / _FACTOR, plain)
+    return jnp.where(jnp.isinf(plain), of_large * _FACTOR, finite)
 
 
 def is_inexact(x: Any) -> bool:
@@ -160,31 +200,24 @@ def is_inexact(x: Any) -> bool:
     return isinstance(x, float | complex) or is_castable(x) or is_complex
 
 
-def is_concrete_number(x: Any) -> bool:
-    """Return whether this is a scalar with a known value: not a tracer or object."""
-    if isinstance(x, Tracer):
-        return False
-    if isinstance(x, np.ndarray | np.generic | jax.Array):
-        return x.ndim == 0
-    return isinstance(x, int | float)
-
-
 class NotABooleanScalarError(TypeError, AssertionError):
     """A predicate is not a boolean scalar; jmp raises AssertionError in this case."""
 
 
+def check_flag(x: Any, remedy: str) -> jax.Array:
+    """Return a boolean scalar, which may be traced, as an array."""
+    found = arguments.array(x) if jax.tree_util.all_leaves([x]) else None
+    if found is None or found.ndim != 0 or found.dtype != jnp.bool_:
+        got = f"a {type(x).__name__}"
+        if found is not None:
+            got = f"{found.dtype} of shape {found.shape}"
+        raise NotABooleanScalarError(f"expected boolean scalar, got {got}: {remedy}")
+    return found
+
+
 def select_tree(pred: Any, a: T, b: T) -> T:
     """Select one of two trees: see `scale_aware.select_tree`."""
-    if not jax.tree_util.all_leaves([pred]):
-        raise NotABooleanScalarError(
-            f"expected boolean scalar, got a {type(pred).__name__}: write "
-            "select_tree(pred, a, b)"
-        )
-    pred = jnp.asarray(pred)
-    if pred.ndim != 0 or pred.dtype != jnp.bool_:
-        raise NotABooleanScalarError(
-            f"expected boolean scalar, got {pred.dtype} of shape {pred.shape}"
-        )
+    pred = check_flag(pred, "write select_tree(pred, a, b)")
     _check_same_structure(a, b, "select_tree")
     return jax.tree.map_with_path(lambda path, x, y: _select(pred, x, y, path), a, b)
 
@@ -257,10 +290,17 @@ def _split_root(tree: Any) -> tuple[Any, str, dict[Any, Any]]:
     return level, kind, {path[0]: part for path, part in parts if path}
 
 
+def with_value(x: Any) -> Any:
+    """Return a leaf that is no `ShapeDtypeStruct`."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise TypeError(f"Expected arrays, got {x}: call it inside of jax.eval_shape.")
+    return x
+
+
 def _multiply(x: Any, factor: Any) -> Any:
     if not is_inexact(x):
         return x
-    if not is_array(x):
+    if not is_array(with_value(x)):
         # A Python number has no dtype yet: it becomes float32.
         x = jnp.asarray(x, jnp.complex64 if isinstance(x, complex) else jnp.float32)
     x = cast_at_least_float32(x)
@@ -275,28 +315,18 @@ def _cast(x: Any, dtype: DTypeLike) -> Any:
     return x.astype(dtype)
 
 
-def _is_number(x: Any) -> bool:
-    """Return whether `jnp.where` accepts a leaf."""
-    if isinstance(x, np.ndarray | np.generic):
-        # NumPy also has arrays of strings and objects.
-        is_bool = x.dtype in (np.bool_, jax.dtypes.float0)
-        return is_bool or jnp.issubdtype(x.dtype, np.number)
-    return isinstance(x, jax.Array | bool | int | float | complex)
-
-
 def _select(pred: jax.Array, x: Any, y: Any, path: Any) -> Any:
-    if x is y:
+    if x is y or getattr(x, "dtype", None) == jax.dtypes.float0:
         return x
-    if not (_is_number(x) and _is_number(y)):
+    arrays = arguments.array(x), arguments.array(y)
+    if arrays[0] is None or arrays[1] is None:
         if type(x) is type(y) and np.all(x == y):
             return x
         raise ValueError(
             f"select_tree cannot select between {x!r} and {y!r} at {key_path(path)!r}: "
             "leaves that are not arrays must be equal."
         )
-    if getattr(x, "dtype", None) == jax.dtypes.float0:
-        return x
-    x, y = jnp.asarray(x), jnp.asarray(y)
+    x, y = arrays
     if x.shape != y.shape or x.dtype != y.dtype:
         raise ValueError(
             f"select_tree got {x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)} "

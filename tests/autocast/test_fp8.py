@@ -1,7 +1,6 @@
 """`mixed_fp8`: which products are in fp8, and that the rest is as in bfloat16."""
 
 import functools
-import re
 from typing import Any
 
 import bitwise
@@ -329,7 +328,7 @@ def test_one_warning_where_fp8_is_slow():
     assert len({(w.filename, w.lineno, str(w.message)) for w in caught}) == 1
 
 
-@pytest.mark.parametrize("size", ["256", True, 2.0])
+@pytest.mark.parametrize("size", ["256", True, X])
 def test_a_size_of_another_type_raises(size):
-    with pytest.raises(TypeError, match=re.escape(f"got {size!r}")):
+    with pytest.raises(TypeError, match="Expected fp8_min_size to be a number .*, got"):
         autocast(mlp, "mixed_fp8", fp8_min_size=size)

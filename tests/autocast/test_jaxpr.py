@@ -186,8 +186,8 @@ def test_name_stacks_and_source_lines_stay(half: str) -> None:
 
     plain = jaxprs.trace(fun, W, X)
     low = jaxprs.trace(autocast(fun, POLICIES[half]), W, X)
-    for name in ("jit", "scan", "dot_general"):
-        (before,), (after,) = (jaxprs.equations(j, name) for j in (plain, low))
+    for names in (["jit"], ["scan"], ["dot_general", "half_product"]):
+        before, after = (jaxprs.equations(j, *names)[0] for j in (plain, low))
         assert sources.source_line(after) == sources.source_line(before)
         assert sources.source_line(after).startswith(__file__)
     (call,) = jaxprs.equations(low, "jit")

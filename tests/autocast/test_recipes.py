@@ -79,6 +79,6 @@ def test_the_recipes_do_what_they_say(tmp_path: Path) -> None:
     ]
     assert run(tmp_path) == ["promote bf16 -> bf16", "promote f32 -> f32", *of_exp]
     assert run(PACKAGE.parent) == ["unchanged f32 -> f32"] * 2 + [
-        "ValueError: Expected one of ('half', 'float32', 'promote', 'passthrough', "
-        "'unchanged') for 'exp', got 'stored'."
+        "ValueError: Expected the class of 'exp' to be one of ('half', 'float32', "
+        "'promote', 'passthrough', 'unchanged'), got 'stored'."
     ]

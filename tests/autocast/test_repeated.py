@@ -220,3 +220,16 @@ def test_the_gradient_of_what_is_repeated_is_a_sum(name, around, half, recompute
         assert bool(scatters(grad)) == (name in OTHERS)
     expected = exact(LOOKUPS[name], of_images=True)
     assert error(grad(V, IMAGES), expected) < {"bf16": 4e-3, "f16": 5e-4}[half]
+
+
+@IN_HALVES
+def test_an_activation_that_is_broadcast_for_a_product(half):
+    """It is computed again with what broadcasts it, or stored: not half of each."""
+
+    def loss(w, x):
+        h = jnp.tanh(x @ w)
+        return jnp.mean(jnp.broadcast_to(h[None], (2, *h.shape)) @ w)
+
+    low = jax.jit(jax.value_and_grad(autocast(loss, POLICIES[half], recompute=True)))
+    for found, expected in zip(low(W, X), jax.value_and_grad(loss)(W, X), strict=True):
+        assert error(found, expected) < 0.02

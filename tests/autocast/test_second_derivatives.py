@@ -215,15 +215,39 @@ def test_what_a_loop_keeps_in_two_bytes_has_second_derivatives(policy, sizes, is
         assert largest_error(second(size), expected) < 0.06, size
 
 
-def test_jet_goes_inside_or_computes_nothing_again():
-    def loss(x):
-        return jnp.sum(jnp.tanh(jnp.tanh(x @ W) @ W))
+def _normalized(h: Any) -> Any:
+    return h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-3) * G
 
-    def second(loss):
-        return lambda x: jet(loss, (x,), ((jnp.ones_like(x), jnp.zeros_like(x)),))[1]
 
-    half, expected = functools.partial(autocast, policy="mixed_bfloat16"), second(loss)
-    with pytest.raises(KeyError, match="remat2"):
-        second(half(loss))(X)
-    for got in half(expected)(X), second(half(loss, recompute=False))(X):
-        np.testing.assert_allclose(got, expected(X), rtol=0.05)
+# Functions of an array that `jet` can differentiate without autocast.
+SMOOTH: dict[str, Callable[[Any], Any]] = {
+    "returned": lambda x: jnp.tanh(x @ W + ROW) @ W,
+    "mean": lambda x: jnp.mean((jnp.tanh(x @ W) @ W) ** 2),
+    "gain": lambda x: jnp.tanh((x @ W) * G) @ W,
+    "divided": lambda x: jnp.tanh((x @ W) / G) @ W,
+    "gated": lambda x: (jax.nn.silu(x @ W) * (x @ W)) @ W,
+    "norm": lambda x: _normalized(x @ W) @ W,
+    "softmax": lambda x: jax.nn.softmax((x @ W) @ (x @ W).T) @ (x @ W),
+    "take": lambda x: jnp.take(jnp.tanh(x @ W), np.asarray([0, 0, 2]), axis=0) @ W,
+    "broadcast": lambda x: jnp.broadcast_to(jnp.tanh(x @ W)[None], (2, 4, 8)) @ W,
+    "jit": jax.jit(lambda x: jnp.tanh(x @ W) @ W),
+}
+
+
+@IN_HALVES
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("name", SMOOTH)
+def test_jet_goes_inside_and_outside(name, recompute, half):
+    def terms(fun):
+        def run(x):
+            series = jnp.ones_like(x), jnp.zeros_like(x)
+            value, (first, second) = jet(fun, (x,), (series,))
+            return value, first, second, jax.grad(lambda x: jnp.sum(fun(x)))(x)
+
+        return jax.jit(run)
+
+    fun = SMOOTH[name]
+    half_of = functools.partial(autocast, policy=POLICIES[half], recompute=recompute)
+    expected = terms(fun)(X[:4])
+    for found in half_of(terms(fun))(X[:4]), terms(half_of(fun))(X[:4]):
+        assert largest_error(found, expected) < BOUND[half]

@@ -118,8 +118,8 @@ def test_a_number_that_would_become_inf_is_refused(tmp_path: Path) -> None:
     for kind in (np.asarray, jnp.asarray):
         saved = jax.tree.map(kind, state)
         assert refusal(save_and_restore, tmp_path, saved, like, cast=True) == (
-            f"Step 0 in {tmp_path}: w overflows float16: 2 of 4 numbers, up to 1e+09, "
-            "would become inf. Use a wider dtype in `like`."
+            f"Step 0 in {tmp_path}: w overflows float16: 2 of 4 numbers, up to 1e+09. "
+            "Use a wider dtype in `like`."
         )
     like = {"w": jnp.zeros(4, jnp.bfloat16), "b": jnp.zeros(1, jnp.float16)}
     restored = checkpoint.restore(tmp_path, like, cast=True)
@@ -132,7 +132,7 @@ def test_a_python_number_that_would_become_inf_is_refused(tmp_path: Path) -> Non
     restored = checkpoint.restore(tmp_path, {"x": jnp.float32(0)})
     assert bitwise.raw_bits(restored.state) == bitwise.raw_bits({"x": jnp.float32(1e6)})
     text = refusal(save_and_restore, tmp_path, {"x": 2**40}, {"x": jnp.int32(0)})
-    assert "x is 1099511627776, out of range of int32" in text
+    assert "x overflows int32: 1 of 1 numbers, up to 1.09951e+12" in text
 
 
 def test_a_cast_keeps_the_sharding_and_counts_what_becomes_zero(tmp_path: Path) -> None:
@@ -164,4 +164,4 @@ def test_remainders_of_masters_come_back_and_are_not_cast(tmp_path: Path) -> Non
     for saved, like in (("float32", "remainder"), ("remainder", "float32")):
         text = refusal(checkpoint.restore, tmp_path / saved, states[like], cast=True)
         only = f"has opt/{kept[saved]}, only `like` has opt/{kept[like]}."
-        assert text.endswith(f"differ in structure: only the checkpoint {only}")
+        assert f"differ in structure: only the checkpoint {only}" in text

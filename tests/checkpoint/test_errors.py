@@ -49,7 +49,8 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     file = tmp_path / "run"
     file.write_text("mine")
     for folder in (file, file / "below"):
-        text = f"Expected a folder for checkpoints, got {folder}: {file} is a file."
+        what = f"{file} is no folder."
+        text = f"Expected a folder for checkpoints, got {folder}: {what}"
         assert refusal(checkpoint.save, folder, {"x": 1}, step=1) == text
         assert refusal(checkpoint.restore, folder, {"x": 1}) == text
         assert refusal(checkpoint.latest_step, folder) == text
@@ -77,17 +78,16 @@ def test_another_structure_names_the_paths(tmp_path: Path) -> None:
     assert refusal(checkpoint.restore, tmp_path, like, cast=True) == (
         f"Step 3 in {tmp_path} and `like` differ in structure: only the checkpoint "
         "has k (key<fry>[]), old/0 (a Python float), only `like` has f (no array), new "
-        "(float16[2, 3])."
+        "(float16[2, 3]). Restore into what was saved, then change it."
     )
 
 
-def test_another_kind_of_loss_scale_is_named(tmp_path: Path) -> None:
+def test_a_loss_scale_of_other_state_is_named(tmp_path: Path) -> None:
     params = {"w": jnp.ones(2)}
     states = {
         name: {"opt": jmp.scale_aware(optax.sgd(0.1), loss_scale).init(params)}
         for name, loss_scale in {
-            "NoOpLossScale": jmp.NoOpLossScale(),
-            "StaticLossScale": jmp.StaticLossScale(8.0),
+            "NoOpLossScale": jmp.NoOpLossScale(),  # as StaticLossScale, without state
             "DynamicLossScale": jmp.DynamicLossScale(8.0),
             "DynamicLossScale with hysteresis > 1": jmp.DynamicLossScale(hysteresis=3),
         }.items()
@@ -96,11 +96,9 @@ def test_another_kind_of_loss_scale_is_named(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, states[saved], step=step)
         for wanted in states.keys() - {saved}:
             text = refusal(checkpoint.restore, tmp_path, states[wanted], cast=True)
-            assert text == (
-                f"Step {step} in {tmp_path} has a {saved} at 'opt/loss_scale', "
-                f"`like` has a {wanted}. Restore into the type that was saved, then "
-                "replace it."
-            )
+            assert text.startswith(f"Step {step} in {tmp_path} and `like` differ in")
+            assert "opt/loss_scale/" in text
+            assert text.endswith("Restore into what was saved, then change it.")
         # As it says.
         state = checkpoint.restore(tmp_path, states[saved]).state["opt"]
         state = state._replace(loss_scale=jmp.NoOpLossScale())
@@ -115,7 +113,7 @@ def truncate(path: Path) -> None:
 
 
 def flip_a_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
+    data = bytearray(path.read_bytes() or b" ")
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
@@ -192,19 +190,14 @@ def test_a_damaged_newest_step_can_be_saved_again(tmp_path: Path) -> None:
 def test_the_checkpoint_of_another_program_is_said_to_be_theirs(tmp_path: Path) -> None:
     state = {"x": jnp.ones(2)}
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
-    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+    with ocp.CheckpointManager(tmp_path / "orbax", options=options) as manager:
         manager.save(3, args=ocp.args.StandardSave(state))
-    assert checkpoint.latest_step(tmp_path) == 3
-    assert refusal(checkpoint.restore, tmp_path, state).startswith(
-        f"Step 3 in {tmp_path} cannot be read: it is damaged, or jmp_lite did not save "
-        "it: then restore it with Orbax itself. There are no other steps. "
-        "(FileNotFoundError: "
-    )
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "of flax/checkpoint_5", state)
     theirs = "Orbax or flax saved this: restore it with that library."
-    for folder in (tmp_path / "of flax", tmp_path / "of flax/checkpoint_5"):
-        assert theirs in refusal(checkpoint.restore, folder, state)
+    for name in ("orbax", "orbax/3", "of flax", "of flax/checkpoint_5"):
+        assert checkpoint.latest_step(tmp_path / name) is None
+        assert theirs in refusal(checkpoint.restore, tmp_path / name, state)
 
 
 def test_a_format_of_the_future_is_refused(

@@ -30,7 +30,6 @@ from optimizers import half_on_purpose
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
-from jmp_lite._src.checkpoint import checksum, save_restore
 from jmp_lite._src.checkpoint.folder import resolve_folder
 from jmp_lite.linen import TrainState
 
@@ -391,16 +390,18 @@ def test_what_failed_leaves_the_last_one_and_is_cleared_away(
         return checkpoint.restore(tmp_path, {"x": 0.0}, step=step).state["x"]
 
     def fail(*args, **kwargs):
-        raise OSError("no space left")
+        raise ValueError("no space left")
 
     checkpoint.save(tmp_path, {"x": 1.0}, step=1)
     for step in (1, 2):  # one that would replace, and one that is new
         with monkeypatch.context() as patch:
-            patch.setattr(ocp.JsonCheckpointHandler, "async_save", fail)
-            with pytest.raises(OSError, match="no space left"):
+            patch.setattr(ocp.Checkpointer, "save", fail)
+            with pytest.raises(
+                OSError, match=f"Step {step} could not be .*no space le"
+            ):
                 checkpoint.save(tmp_path, {"x": 9.0}, step=step)
         assert (checkpoint.latest_step(tmp_path), value()) == (1, 1.0)
-    assert len(names(tmp_path)) > 1
+        assert names(tmp_path) == ["1"]
     checkpoint.save(tmp_path, {"x": 3.0}, step=3)
     assert names(tmp_path) == ["1", "3"]
     assert (value(1), value()) == (1.0, 3.0)
@@ -463,18 +464,3 @@ def test_what_is_not_saved_is_told_but_for_functions(tmp_path):
         checkpoint.save(tmp_path, state, step=1)
     like = {**state, "when": datetime.date(2025, 1, 2)}
     assert checkpoint.restore(tmp_path, like).state["when"] == like["when"]
-
-
-def test_checksums_are_computed_once_while_arrays_are_read(tmp_path, monkeypatch):
-    state = {"a": jnp.arange(5.0), "b": np.ones((2, 3)), "c": 1.5}
-    checkpoint.save(tmp_path, state, step=0)
-    threads = []
-
-    def crc32(array):
-        threads.append(threading.current_thread())
-        return checksum.crc32(array)
-
-    monkeypatch.setattr(save_restore, "crc32", crc32)
-    checkpoint.restore(tmp_path, state)
-    assert len(threads) == 3
-    assert threading.main_thread() not in threads

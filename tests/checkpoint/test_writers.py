@@ -13,7 +13,7 @@ from commands import start_python
 from etils import epath
 
 from jmp_lite import checkpoint
-from jmp_lite._src.checkpoint import folder as folders
+from jmp_lite._src.checkpoint import lock as folders
 
 LIKE = {"x": 0}
 
@@ -41,7 +41,7 @@ def test_a_second_thread_is_told_who_is_saving(tmp_path: Path) -> None:
 _LOCK = """
 import sys
 from etils import epath
-from jmp_lite._src.checkpoint import folder
+from jmp_lite._src.checkpoint import lock as folder
 with folder.writer_lock(epath.Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()

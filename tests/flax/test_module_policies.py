@@ -120,9 +120,7 @@ def test_policies_are_hashable_and_survive_pickling():
     "classes", [{"head": "full"}, [_Dense], "full", 5, {_Dense(): "full"}, ((),)]
 )
 def test_classes_that_are_no_mapping_are_an_error(classes):
-    with pytest.raises(
-        TypeError, match="Expected a mapping of module classes to policies, got"
-    ):
+    with pytest.raises(TypeError, match="a mapping of module classes to .*, got"):
         ModulePolicies("full", classes)
 
 

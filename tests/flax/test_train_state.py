@@ -30,7 +30,13 @@ from train_states import (
 )
 
 import jmp_lite
-from jmp_lite import DynamicLossScale, StaticLossScale, master_weights, scale_aware
+from jmp_lite import (
+    DynamicLossScale,
+    StaticLossScale,
+    master_weights,
+    scale_aware,
+)
+from jmp_lite._src import trees
 from jmp_lite._src.flax import train_step
 from jmp_lite.linen import TrainState
 
@@ -428,6 +434,39 @@ def test_an_optimiser_that_refuses_a_loss_is_not_given_one(wrap):
 
     assert all(are_finite(jnp.ones(1)))
     assert not any(are_finite(jnp.full(1, jnp.inf)))
+
+
+def _given(seen: list[Any]) -> Any:
+    """Return a transformation that takes a loss, or none, and notes it."""
+
+    def update(updates, state, params=None, *, value=None, **extra):
+        seen.append(value)
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: (), update)
+
+
+@of_both
+@pytest.mark.parametrize("value", [None, 0.5])
+def test_beside_scale_aware_an_optimiser_is_given_the_loss_of_the_caller_alone(
+    flax, value
+):
+    seen: list[Any] = []
+    tx = optax.chain(_given(seen), adam(), _given(seen))
+    state = flax.create(tx)
+
+    @jax.jit
+    def step(state, factor):
+        other = trees.multiply(flax.other_state(state), factor)
+        return state.apply_gradients(grads=state.params, value=value, **other)
+
+    skipped = step(state, jnp.nan)
+    bitwise.assert_same(skipped.params, state.params)
+    of_tx = skipped.opt_state[1]
+    assert int(of_tx.skipped_steps) == 1 and not of_tx.last_finite
+    bitwise.assert_same(of_tx.loss_scale, SCALE)
+    assert step(state, 1.0).opt_state[1].last_finite
+    assert seen and all(x is value for x in seen)
 
 
 @pytest.mark.parametrize("wrap", ["plain", "scale_aware"])

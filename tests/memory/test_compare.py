@@ -112,7 +112,7 @@ def test_progress_and_mistakes():
     assert names == ["a", "b"]
     with pytest.raises(ValueError, match="at least one step"):
         memory.compare({})
-    with pytest.raises(TypeError, match="a dict of steps .*got function.*of_step"):
+    with pytest.raises(TypeError, match="names to steps.*of_step.*got <function"):
         memory.compare(loss_fn)  # pyright: ignore[reportArgumentType] - the mistake
     expected = "Expected a pair for 'a', a step and a tup"
     for entry in (loss_fn, (loss_fn,), (loss_fn, PARAMS), (3, ())):

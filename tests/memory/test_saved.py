@@ -193,3 +193,11 @@ def test_mistakes_are_named_at_the_call():
         memory.saved(gpt, PARAMS, TOKENS)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="tokens"):
         memory.saved(gpt)(PARAMS)  # pyright: ignore[reportCallIssue]
+
+
+def test_what_a_function_returns_beside_arrays_keeps_nothing():
+    def fun(w):
+        return {"loss": jnp.sin(w).sum(), "name": "loss", "n": 3, "fun": jnp.sin}
+
+    report = memory.saved(fun)(jnp.ones(4))
+    assert [(row.operation, row.bytes) for row in report.rows] == [("cos", 16)]

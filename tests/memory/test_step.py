@@ -250,13 +250,13 @@ TWO_MESHES = {"w": sharded(SMALL[0]["w"])}, sharded(SMALL[1], mesh=OTHER_MESH)
     [
         ({"fits": "24"}, (), ValueError, "a limit with its unit.*\"24GB\".*got '24'"),
         ({"fits": 24}, (), ValueError, "a limit with its unit"),
-        ({"device": "h300"}, (), ValueError, "Expected a device of h100, .*'h300'"),
-        ({"classes": {"params": "weights"}}, (), ValueError, "a class of 'parameters'"),
+        ({"device": "h300"}, (), ValueError, "one of .'h100', .*'h300'"),
+        ({"classes": {"params": "weights"}}, (), ValueError, "one of .'parameters'"),
         ({"classes": {"p": "batch"}}, SMALL, ValueError, "classes has 'p'"),
         ({}, SMALL[:1], TypeError, "small: missing a required argument: 'x'"),
         ({"devices": 4}, SMALL, ValueError, "4, and arguments without .*: pass shapes"),
         ({"devices": 2}, ON_FOUR, ValueError, "devices=2, and shardings over 4"),
-        ({"devices": 0}, SMALL, ValueError, "positive number of devices"),
+        ({"devices": 0}, SMALL, ValueError, "devices to be at least 1"),
         ({"device": "cpu"}, TWO_MESHES, ValueError, "on one mesh"),
     ],
 )

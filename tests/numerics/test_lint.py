@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import linen_models
 import nnx_models
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -19,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from lint_corpus import CASES, F16, F32, KEY, Case, bf16, bools, f16, f32, ints
 from printed import printed
 
-from jmp_lite import PolicyMap, autocast, full_precision
+from jmp_lite import PolicyMap, autocast, cast_to_full, full_precision
 from jmp_lite.numerics import LintReport, lint
 
 
@@ -34,7 +35,7 @@ def test_what_is_planted_is_found_on_its_line_and_nothing_else(case: Case) -> No
 
 def test_the_corpus_plants_each_rule() -> None:
     module: Any = inspect.getmodule(lint)
-    planted = {case.rule for case in CASES if case.rule}
+    planted = {rule for case in CASES for rule, _ in case.expected}
     assert planted == {rule.name for rule in module.RULES}
 
 
@@ -168,6 +169,47 @@ def test_the_target_is_that_of_the_device_and_a_gpu_on_a_cpu() -> None:
     assert not lint(jnp.dot, "mixed_float16")(*args)
     report = lint(jnp.dot, "mixed_float16", target="tpu")(*args)
     assert [f.what for f in report.findings] == ["no multiple of 128: 24"]
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("ignore:autocast. no product")  # of float64 throughout
+@pytest.mark.parametrize("wrap", [jax.jit, jax.grad, autocast])
+def test_float64_is_named_with_the_line_where_it_begins(wrap: Any) -> None:
+    def fun(w, x):
+        doubled = x * np.float64(2.0)
+        return jnp.sum(jnp.tanh(doubled) @ w) + jnp.sum(x @ w)
+
+    line = f"{__file__}:{fun.__code__.co_firstlineno + 1}"
+    with jax.enable_x64(True):
+        of_number = lint(wrap(fun), "mixed_bfloat16")(*MATRICES)
+        double = jax.ShapeDtypeStruct((8, 8), jnp.float64)
+        of_argument = lint(wrap(fun), "mixed_bfloat16")(double, double)
+    (found,) = (x for x in of_number.findings if "64" in x.rule)
+    assert found.rule == "float64-product" and found.severity == "speed"
+    assert found.what.startswith(f"float64, from {line} on; ")
+    assert "autocast" not in found.fix and "Cast to float32 where it" in found.fix
+    assert {x.rule for x in of_argument.findings} == {"float64-product"}
+    assert "float64, as an argument is; " in of_argument.findings[0].what
+
+
+@pytest.mark.standard_promotion
+def test_half_parameters_under_autocast_are_cast_to_full() -> None:
+    def fun(w, x):
+        return jax.nn.softmax(w) @ (x @ w), jnp.cumsum(w, -1)
+
+    policy, args = "mixed_bfloat16", (bf16(8, 512), f32(512, 8))
+    by_hand = lint(fun, policy)(*args).findings
+    assert {x.rule for x in by_hand} >= {"softmax-in-half", "long-sum-in-half"}
+    assert any("jmp_lite.autocast" in x.fix for x in by_hand)
+    for x in lint(autocast(fun, policy), policy)(*args).findings:
+        assert "jmp_lite.autocast" not in x.fix
+        assert "begin the function with params = jmp_lite.cast_to_full(params)" in x.fix
+
+    @autocast(policy=policy)
+    def repaired(w, x):
+        return fun(cast_to_full(w), x)
+
+    assert not lint(repaired, policy)(*args)
 
 
 def test_arrays_shapes_and_other_arguments_are_all_arguments() -> None:

@@ -137,6 +137,18 @@ def test_the_loss_scale_is_followed_through(name: str, is_lowered: bool) -> None
     assert rules(SGD, unscaled) == {"unscaled-gradients"}
 
 
+def test_the_loss_scale_is_followed_where_autocast_is_around_the_gradient() -> None:
+    def rules(tx, grad=scaled):
+        def gradients(params, opt_state, *batch):
+            return grad(plain_loss, opt_state)(params, *batch)[1]
+
+        return set(found(*step_with(tx, jmp.autocast(gradients, POLICY))))
+
+    assert rules(ADAM) == set()
+    assert rules(optax.chain(CLIP, ADAM)) == {"clipped-while-scaled"}
+    assert rules(ADAM, unscaled) == {"unscaled-gradients"}
+
+
 @pytest.mark.parametrize("is_half", [True, False])
 def test_a_half_loss_of_a_step_is_found(is_half: bool) -> None:
     def loss(params, x, y):
@@ -294,6 +306,105 @@ def test_gradients_unscaled_twice_are_found() -> None:
         return jmp.get_loss_scale(opt_state).unscale(grads)
 
     assert set(found(*step_with(ADAM, gradients))) == {"unscaled-gradients"}
+
+
+def _decayed(grads: Any, params: Any) -> Any:
+    return jax.tree.map(lambda g, p: g + 1e-4 * p, grads, params)
+
+
+# What differentiates, what becomes of the gradients, by loss scale and parameters.
+OF_A_CONSTANT: dict[str, tuple[Any, Any]] = {
+    "": (scaled, lambda g, s, p: s.unscale(g)),
+    "unscaled-gradients": (unscaled, lambda g, s, p: s.unscale(g)),
+    "unscaled-gradients twice": (scaled, lambda g, s, p: s.unscale(s.unscale(g))),
+    "scaled-update": (scaled, lambda g, s, p: g),
+    "clipped-while-scaled": (scaled, lambda g, s, p: s.unscale(_clip_norm_by_hand(g))),
+    "decay-outside": (scaled, lambda g, s, p: s.unscale(_decayed(g, p))),
+}
+CONSTANTS = jmp.StaticLossScale(1024.0), jmp.DynamicLossScale(1024.0)
+
+
+@pytest.mark.one_of("wrap")
+@pytest.mark.parametrize("wrap", ["jit", "scan", "vmap", "remat"])
+@pytest.mark.parametrize("loss_scale", CONSTANTS, ids=["static", "closed over"])
+@pytest.mark.parametrize("name", OF_A_CONSTANT)
+def test_a_loss_scale_that_is_a_constant_is_followed(name, loss_scale, wrap) -> None:
+    grad, change = OF_A_CONSTANT[name]
+    loss = jax.checkpoint(loss_fn) if wrap == "remat" else loss_fn
+
+    def step(params, opt_state, _, x, y):
+        grads = change(grad(loss, loss_scale)(params, x, y)[1], loss_scale, params)
+        return *updated(PLAIN_ADAM, grads, opt_state, params), jnp.float32(0)
+
+    wrapped, args = WRAPS["jit" if wrap == "remat" else wrap](step)
+    rules = set(found(wrapped, (*args[:2], jnp.float32(0), *args[3:])))
+    assert rules == set(name.split()[:1])
+
+
+def test_a_static_scale_of_scale_aware_is_followed() -> None:
+    loss_scale = jmp.StaticLossScale(2.0**13)
+    tx = jmp.scale_aware(PLAIN_ADAM, loss_scale)
+
+    def twice(params, opt_state, *batch):
+        return loss_scale.unscale(gradients_of(scaled)(params, opt_state, *batch))
+
+    assert found_with(tx) == {}
+    assert set(found_with(tx, unscaled)) == {"unscaled-gradients"}
+    assert found_with(optax.chain(CLIP, tx)) == {"clipped-while-scaled": INSIDE}
+    assert set(found(*step_with(tx, twice))) == {"unscaled-gradients"}
+    other = jmp.scale_aware(PLAIN_ADAM, jmp.StaticLossScale(2.0**12))
+    by_ours = gradients_of(lambda loss, _: scaled(loss, loss_scale))
+    assert "unscaled-gradients" in found(*step_with(other, by_ours))
+    # A learning rate that is its inverse.
+    assert found_with(jmp.scale_aware(optax.sgd(2.0**-13), loss_scale)) == {}
+
+
+_mean, _sum = (functools.partial(f, axis_name="data") for f in (lax.pmean, lax.psum))
+
+
+_same = functools.partial(jax.tree.map, lambda x: x)
+
+
+def _varying(params: Any) -> Any:  # of which each device has its own gradients
+    return jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params)
+
+
+# What becomes of parameters, the loss and gradients on each of 4 devices, whether axes
+# are checked -> how many times the update of one device.
+@pytest.mark.parametrize(
+    ("of_params", "of_loss", "of_grads", "check", "times"),
+    [
+        (_same, _mean, _same, True, 1),
+        (_same, _mean, _mean, True, 1),
+        (_varying, _same, _mean, True, 1),
+        (_same, _same, _mean, False, 1),
+        (_same, _same, _mean, True, 4),
+        (_same, _mean, _sum, True, 4),
+        (_same, _same, _sum, True, 16),
+    ],
+)
+def test_what_shard_map_summed_is_summed_once(
+    of_params, of_loss, of_grads, check, times
+):
+    tx = jmp.scale_aware(optax.sgd(0.1), jmp.StaticLossScale(2.0**10))
+
+    def step(params, opt_state, x, y):
+        def loss(*args):
+            return of_loss(loss_fn(*args))
+
+        of_scaled = jmp.scaled_grad(loss, loss_scale=opt_state)
+        grads = of_grads(of_scaled(of_params(params), x, y))
+        return updated(tx, grads, opt_state, params)[0]
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = jax.P(), jax.P(), jax.P("data"), jax.P("data")
+    options = {"mesh": mesh, "out_specs": jax.P(), "check_vma": check}
+    mapped = jax.shard_map(step, in_specs=specs, **options)
+    args = PARAMS, tx.init(PARAMS), X, Y
+    assert set(found(mapped, args)) == ({"summed-twice"} if times > 1 else set())
+    one, args_of_one = step_with(tx, gradients_of(scaled))
+    after, of_one = mapped(*args)["b"], one(*args_of_one)[0]["b"]
+    np.testing.assert_allclose(after - 1, times * (of_one - 1), rtol=1e-2)
 
 
 def test_the_loss_scale_of_the_other_network_is_found() -> None:

@@ -118,7 +118,7 @@ def test_what_cannot_be_drawn_is_refused():
         plot_histograms({"a": NAMED["encoder"], "b": bare}, "f16")
     with pytest.raises(ValueError, match="histogram=True"):
         tree_stats({"w": jnp.ones(2)}, "f16").plot()
-    with pytest.raises(ValueError, match="got float8_e5m2"):
+    with pytest.raises(ValueError, match="Cannot cast to float8_e5m2"):
         plot_histograms(NAMED, "float8_e5m2")
     with pytest.raises(ValueError, match="Expected at least one layer to draw"):
         plot_heat_map([], ["a"], np.zeros((0, 1)))

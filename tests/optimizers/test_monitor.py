@@ -83,6 +83,21 @@ def test_the_gradient_norm_is_that_of_the_unscaled_gradients(loss_scale, dtype):
     assert numbers["grad_norm"] == math.inf
 
 
+@pytest.mark.parametrize("size", [2.0**66, 1e20, 3e37, 1.0, 1e-18, 1e-20, 2.0**-100])
+def test_the_norm_of_finite_gradients_is_finite(size):
+    """Their squares are beyond float32, or 0 in it."""
+    state = _state_after([1.0], NoOpLossScale())
+    grads = {"a": jnp.array([3.0, 0.0]) * size, "z": jnp.complex64([4j]) * size}
+    grads["b"], grads["n"] = jnp.full((2, 3), 1e-3 * size), jnp.arange(3)
+    norm = jax.jit(lambda g: loss_scale_metrics(state, grads=g)["grad_norm"])
+    expected = size * math.sqrt(25 + 6e-6)
+    assert float(norm(grads)) == pytest.approx(expected, rel=1e-6)
+    of_each = jax.vmap(norm)(jax.tree.map(lambda x: jnp.stack([x, 0 * x]), grads))
+    assert of_each[0] == norm(grads) and of_each[1] == 0.0
+    assert jnp.isnan(norm({"a": jnp.array([size, jnp.nan, jnp.inf])}))
+    assert norm({"a": jnp.array([size, -jnp.inf])}) == jnp.inf
+
+
 @pytest.mark.parametrize(
     "bury",
     [

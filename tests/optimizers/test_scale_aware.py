@@ -355,3 +355,12 @@ def test_select_tree_warns_of_a_state_that_selects_itself() -> None:
     with pytest.warns(UserWarning, match="the scale never falls. Leave out"):
         jmp_lite.select_tree(state.last_finite, (state, 1.0), (state, 2.0))
     jmp_lite.select_tree(state.last_finite, state.inner_state, state.inner_state)
+
+
+def test_functions_among_parameters_have_no_shape():
+    """As in an equinox model that is not filtered."""
+    tx: Any = scale_aware(optax.sgd(0.1))
+    params = {"w": jnp.ones(2), "act": jax.nn.relu, "n": 3}
+    grads = {"w": jnp.ones(2), "act": None, "n": None}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert updates["act"] is None and updates["w"].shape == (2,)

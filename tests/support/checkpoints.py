@@ -1,5 +1,6 @@
 """What the tests of checkpoints share."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,22 @@ from jmp_lite import checkpoint
 def names(folder: Path) -> list[str]:
     """Return the sorted names of what a folder holds."""
     return sorted(path.name for path in folder.iterdir())
+
+
+def contents(folder: Path) -> dict[str, bytes | str]:
+    """Return all below a folder by path: the bytes of files, the targets of links."""
+    found = {}
+    for path in (folder, *sorted(folder.rglob("*"))):
+        is_file = path.is_file()
+        held = (
+            os.readlink(path)
+            if path.is_symlink()
+            else path.read_bytes()
+            if is_file
+            else ""
+        )
+        found[str(path.relative_to(folder))] = held
+    return found
 
 
 def over_devices(*axes: Any, count: int = 8) -> NamedSharding:

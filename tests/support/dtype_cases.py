@@ -11,8 +11,6 @@ FLOATS = {
     "bfloat16": jnp.bfloat16,
     "float32": jnp.float32,
     "float64": jnp.float64,
-    "float8_e4m3fn": jnp.float8_e4m3fn,
-    "float8_e5m2": jnp.float8_e5m2,
 }
 SHORT_NAMES = {
     "float16": "f16",

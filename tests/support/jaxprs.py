@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from jmp_lite._src import compat
-from jmp_lite._src.autocast.products import is_outer
+from jmp_lite._src import compat, new_primitives
+from jmp_lite._src.autocast.products import HALF_PRODUCT, SOFTMAX, is_outer
 
 PRODUCTS = "dot_general conv_general_dilated ragged_dot ragged_dot_general".split()
 _SUMS = "reduce_sum cumsum reduce_window_sum scatter-add select_and_scatter_add".split()
@@ -31,8 +31,11 @@ def opened(jaxpr: Any) -> Any:
 def bodies(eqn: Any) -> list[Any]:
     """Return the jaxprs among an equation's parameters.
 
-    Of branches for different platforms the last, which is every accelerator's.
+    Of branches for different platforms the last, which is every accelerator's; and that
+    of a product or a softmax that autocast has a primitive of its own for.
     """
+    if eqn.primitive.name in (HALF_PRODUCT, SOFTMAX):
+        return [opened(new_primitives.jaxpr_of_impl(eqn))]
     if eqn.params.get("branches_platforms"):
         return [opened(eqn.params["branches"][-1])]
     found = []

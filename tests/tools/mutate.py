@@ -72,7 +72,7 @@ GROUPS = {
     ),
     "checkpoints": ("checkpoint/*.py", "checkpoint/test_*.py"),
     "autocast": (
-        "autocast/[!e_]*.py",
+        "autocast/[!e_]*.py new_primitives.py",
         "autocast/test_[!dp]*.py autocast/test_digits.py autocast/test_programs.py",
     ),
     "jaxprs": (

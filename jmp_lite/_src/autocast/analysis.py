@@ -22,12 +22,12 @@ An example, under a half policy::
 
 From the last to the first: `p` and `s` are only returned. The second product reads `h`
 in half, `exp` in float32, and so on up to `a`, which the sum reads: so `a` is stored in
-half. `c`, `d`, `h`, `e` and `s` are one segment: it reads `a` and `b`, and writes `s` and
-`h`, rounded to half once for the second product. `exp` reads `h` before it is rounded.
-The backward pass computes the segment again from `a` and `b`.
+half. `c`, `d`, `h`, `e` and `s` are one segment: it reads `a` and `b`, and writes `s`
+and `h`, rounded to half once for the second product. `exp` reads `h` before it is
+rounded. The backward pass computes the segment again from `a` and `b`.
 """
 
-import functools
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -36,17 +36,17 @@ import numpy as np
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import half_calls, products, rules, segments
-from jmp_lite._src.autocast.digits import Structure, Use, structure, union
+from jmp_lite._src.autocast.digits import Structure, Use, structure
 from jmp_lite._src.autocast.options import OpRules, Regions
 from jmp_lite._src.autocast.rules import Body, Op
 from jmp_lite._src.autocast.storage import (
     FLOAT32,
     HALF,
     INPUT,
+    NOT_OPENED,
     OTHER,
     Around,
     Direction,
-    NOT_OPENED,
     EqnPlan,
     Held,
     Place,
@@ -56,7 +56,7 @@ from jmp_lite._src.autocast.storage import (
 from jmp_lite._src.jaxprs import control_flow, core, matmul_precision, name_scopes
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var
-from jmp_lite._src.jaxprs.primitives import CALLS, CAST, LOOPS, Fact, facts
+from jmp_lite._src.jaxprs.primitives import CALLS, CAST, Fact, facts
 from jmp_lite._src.jaxprs.tracing import Traced, trace
 
 
@@ -84,23 +84,16 @@ class Analyzer:
         table: OpRules,
         regions: Regions,
         compute_dtype: Any,
-        is_derivative_rule: bool = False,
     ):
         self.table, self.regions = table, regions
         self.compute_dtype = compute_dtype
-        self.is_derivative_rule = is_derivative_rule
         # The `id`s of the products whose `precision` the caller set.
         self.filled_in: set[int] = set()
-        self._is_fitted = is_derivative_rule
+        self._is_fitted = False
         self._described: dict[Any, _Described] = {}
         self._uses: dict[Any, _Uses] = {}
         self._plans: dict[Any, Plan] = {}
         self._is_arithmetic: dict[int, tuple[Jaxpr, bool]] = {}
-
-    @functools.cached_property
-    def for_derivatives(self) -> "Analyzer":
-        options = self.table, self.regions, self.compute_dtype
-        return Analyzer(*options, is_derivative_rule=True)
 
     def trace(self, fun: Callable[..., Any], *args: Any, **options: Any) -> Traced:
         """Trace a function whose jaxpr this is to plan."""
@@ -116,7 +109,7 @@ class Analyzer:
         closed = half_calls.choose(
             traced.closed, lambda *path: self.regions.around_half_call(*path).is_half
         )
-        return traced.replace(closed=closed)
+        return dataclasses.replace(traced, closed=closed)
 
     def plan_closed(
         self,
@@ -124,13 +117,12 @@ class Analyzer:
         direction: Direction = Direction.FORWARD,
         ins: Sequence[Held] | None = None,
         uses: Sequence[int] | None = None,
-        tangents: Sequence[int] = (),
     ) -> Plan:
         """Return the plan of a closed jaxpr, by default that of a whole function."""
         sub = control_flow.as_sub_jaxpr(closed, 0)
         ins = [INPUT] * len(sub.operands) if ins is None else ins
         uses = [Use.RETURNED] * len(sub.results) if uses is None else uses
-        place = Place(direction=direction, tangents=tuple(tangents))
+        place = Place(direction=direction)
         return self.plan(sub, place, ins, uses)
 
     def plan(
@@ -198,9 +190,7 @@ class Analyzer:
         if region.reason == half_calls.REASON:
             is_boundary = half_calls.is_boundary(eqn)
             if is_boundary or half_calls.is_choice(eqn):
-                region = self.regions.around_half_call(
-                    place.scope, name_scopes.of(eqn)
-                )
+                region = self.regions.around_half_call(place.scope, name_scopes.of(eqn))
             elif kernel := half_calls.name_of_kernel(eqn):
                 reason = f"{region.reason}: {kernel}"
                 return Op(eqn, rules.WRITTEN, region, direction, (), reason)
@@ -262,7 +252,7 @@ class Analyzer:
                     of[var] = of.get(var, 0) | use
 
         note(described.jaxpr.outvars, uses)
-        body, softmaxes = Body(self, place, described.structure, {}, set(), set()), []
+        body, softmaxes = Body(self, place, described.structure, {}, set()), []
         for index in reversed(range(len(described.ops))):
             op = described.ops[index]
             results = [of.get(v, 0) for v in op.eqn.outvars]
@@ -289,16 +279,13 @@ class Analyzer:
         for var, given in zip(jaxpr.invars, ins, strict=True):
             held[var] = given if core.is_f32(var) else OTHER
         linear = {v for v, of in held.items() if of == HALF}
-        tangents = {jaxpr.invars[i] for i in place.tangents}
-        body = Body(self, place, described.structure, held, linear, tangents)
+        body = Body(self, place, described.structure, held, linear)
         plans: list[EqnPlan] = []
         for index, op in enumerate(described.ops):
             eqn = op.eqn
             if index in uses.softmaxes:
                 softmax, rule = described.softmaxes[index], rules.Softmax
                 op = op._replace(rule=rule(softmax, not self.table.recomputes))
-            if not tangents.isdisjoint(core.variables(eqn.invars)):
-                tangents.update(eqn.outvars)
             operands = [self._held(v, held) for v in eqn.invars]
             results = [uses.of.get(v, 0) for v in eqn.outvars]
             plan, outs = op.rule.stores(op, operands, results, body)
@@ -321,8 +308,11 @@ class Analyzer:
             is_in_loop=place.around is Around.LOOP,
         )
         outs = [
-            HALF if not compat.is_literal(v) and v in arranged.half else
-            FLOAT32 if (of := self._held(v, held)) == HALF else of
+            HALF
+            if not compat.is_literal(v) and v in arranged.half
+            else FLOAT32
+            if (of := self._held(v, held)) == HALF
+            else of
             for v in jaxpr.outvars
         ]
         return Plan(
@@ -335,7 +325,6 @@ class Analyzer:
             steps=tuple(arranged.steps),
             sums=frozenset(arranged.sums),
             rounded=frozenset(arranged.rounded if has_gradients else ()),
-            is_derivative_rule=self.is_derivative_rule,
         )
 
     def _in_half(self, op: Op, body: Body) -> EqnPlan:
@@ -350,7 +339,7 @@ class Analyzer:
 
     def _has_gradients(self, place: Place) -> bool:
         """Return whether gradients may be taken of a jaxpr, and not of a rule."""
-        return not self.is_derivative_rule and place.direction is Direction.FORWARD
+        return place.direction is Direction.FORWARD
 
     def _held(self, var: Var, held: dict[Var, Held]) -> Held:
         if not compat.is_literal(var):
@@ -387,23 +376,16 @@ class AsWritten:
     compute_dtype = np.dtype(np.float32)
     trace = staticmethod(trace)
 
-    def __init__(
-        self, is_derivative_rule: bool = False, reduces_in_float32: bool = False
-    ):
-        self.is_derivative_rule = is_derivative_rule
+    def __init__(self, reduces_in_float32: bool = False):
         # Gradients of float32 inputs that the program casts for a matrix product are
         # the product's accumulators.
         self.reduces_in_float32 = reduces_in_float32
         self._plans: dict[Any, Plan] = {}
 
-    @property
-    def for_derivatives(self) -> "AsWritten":
-        return AsWritten(is_derivative_rule=True)
-
     def plan_closed(
         self, closed: ClosedJaxpr, direction: Direction = Direction.FORWARD, **_: Any
     ) -> Plan:
-        is_input = not (direction.has_derivative_rule or self.is_derivative_rule)
+        is_input = not direction.has_derivative_rule
         sub = control_flow.as_sub_jaxpr(closed, 0)
         return self._plan(sub, (is_input,) * len(sub.operands))
 
@@ -414,7 +396,10 @@ class AsWritten:
         """
         key = id(sub.jaxpr), tuple(map(id, sub.consts)), is_input
         if key not in self._plans:  # which keeps the jaxpr alive, and so its id
-            inputs = *itertools.compress(sub.jaxpr.invars, is_input), *sub.jaxpr.constvars
+            inputs = (
+                *itertools.compress(sub.jaxpr.invars, is_input),
+                *sub.jaxpr.constvars,
+            )
             moved = set(filter(core.is_f32, inputs))
             self._plans[key] = Plan(
                 jaxpr=sub.jaxpr,
@@ -423,7 +408,6 @@ class AsWritten:
                 ins=(FLOAT32,) * len(sub.jaxpr.invars),
                 outs=(FLOAT32,) * len(sub.jaxpr.outvars),
                 place=Place(),
-                is_derivative_rule=self.is_derivative_rule,
             )
         return self._plans[key]
 

@@ -1,9 +1,9 @@
 """Digits: which readers of a value need more of them than half precision has.
 
-A bfloat16 number has 8 bits, a float16 number 11. Arithmetic that reads a rounded number
-has its relative error, with a few exceptions: a difference of two numbers may be all
-rounding error, and so may what is decided by order. These readers ask for all digits,
-and so does, backward, the arithmetic that passes digits on:
+A bfloat16 number has 8 bits, a float16 number 11. Arithmetic that reads a rounded
+number has its relative error, with a few exceptions: a difference of two numbers may be
+all rounding error, and so may what is decided by order. These readers ask for all
+digits, and so does, backward, the arithmetic that passes digits on:
 
   NEAR   the distance from a number is used: `1 - p`, `log(p)`, a divisor, a factor that
          is multiplied many times. Asked through sums and multiples.
@@ -11,12 +11,12 @@ and so does, backward, the arithmetic that passes digits on:
   ALL    order, linear algebra, an angle, an integer. Asked through any arithmetic.
 
 They end at a matrix product, whose operands are half in any case: its *result* is the
-float32 accumulator then. A difference from a statistic, as `x - mean(x)` in a norm, asks
-nothing: what is rounded is small beside what a norm divides by.
+float32 accumulator then. A difference from a statistic, as `x - mean(x)` in a norm,
+asks nothing: what is rounded is small beside what a norm divides by.
 
-Limits: whether terms cancel depends on their values, which are not known. `x * cos - y *
-sin` asks nothing, as in rotary embeddings; nor does a sum of many terms, whose roundings
-cancel; an offset inside of a product (a column of ones) cannot be seen.
+Limits: whether terms cancel depends on their values, which are not known. `x * cos -
+y * sin` asks nothing, as in rotary embeddings; nor does a sum of many terms, whose
+roundings cancel; an offset inside of a product (a column of ones) cannot be seen.
 """
 
 import itertools
@@ -119,8 +119,8 @@ def _note(eqn: Eqn, found: Structure) -> None:
 def asked(eqn: Eqn, use: int, of: Structure, is_forward: bool) -> list[int]:
     """Return which digits arithmetic or a move asks of each operand, as bits.
 
-    `use` has those that are asked of its results. Derivatives ask for none of their own:
-    only equations of the forward pass do (`is_forward`).
+    `use` has those that are asked of its results. Only equations of the forward pass
+    ask for some of their own (`is_forward`).
     """
     passed = use & Use.DIGITS
     name, known = eqn.primitive.name, facts(eqn.primitive.name)
@@ -198,7 +198,9 @@ def _of_comparison(eqn: Eqn, passed: int, of: Structure) -> list[int]:
     Equality with a largest number of the same array is a choice of that.
     """
     origins = {of.origins.get(v, 0) for v in variables(eqn.invars)}
-    asks = passed & ALL and (len(origins) > 1 or len(eqn.invars) == 1 or _has_literal(eqn))
+    asks = passed & ALL and (
+        len(origins) > 1 or len(eqn.invars) == 1 or _has_literal(eqn)
+    )
     return [ALL if asks else 0] * len(eqn.invars)
 
 
@@ -207,7 +209,7 @@ def _has_literal(eqn: Eqn) -> bool:
 
 
 def _of_mask(eqn: Eqn, of: Structure) -> int:
-    """Return which digits a choice asks of its mask: none if that is of the same values."""
+    """Return which digits a choice asks of its mask, unless it is of what is chosen."""
     mask, *cases = eqn.invars
     chosen = 0
     for v in variables(cases):

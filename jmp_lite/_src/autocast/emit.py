@@ -84,7 +84,7 @@ class Values:
 
     def read_bounded(self, var: Var) -> Any:
         """Return a value in half; of a mask in float32, numbers stay finite."""
-        return self._in_half(var, joins=not self.reads.is_derivative_rule)
+        return self._in_half(var, joins=True)
 
     def inner(self, var: Var) -> Any:
         """Return what arithmetic has computed, before it is rounded to half."""
@@ -100,7 +100,9 @@ class Values:
             self._cast[var] = (
                 binding.bind(move, [self.in_f32(move.invars[0])])[0]
                 if move
-                else sums.read_stored(value) if var in self._sums else lax.convert_element_type(value, F32)
+                else sums.read_stored(value)
+                if var in self._sums
+                else _cast(value, F32)
             )
         return self._cast[var]
 
@@ -116,7 +118,9 @@ class Values:
         """Return the results of arithmetic, of stored half values and others."""
         operands = []
         for var, is_half in zip(eqn.invars, plan.half_in, strict=True):
-            if is_half and self._made[var].dtype == F32:  # of a dry run, not rounded yet
+            if (
+                is_half and self._made[var].dtype == F32
+            ):  # of a dry run, not rounded yet
                 operands.append(lax.convert_element_type(self._in_half(var), F32))
             elif is_half or compat.is_literal(var) or var not in self._inner:
                 operands.append(self._as_written(var))
@@ -137,13 +141,6 @@ class Values:
                 for v, is_half in zip(eqn.invars, half, strict=True)
             ]
             return binding.bind_here(eqn, operands)
-        if self.reads.is_derivative_rule and (reads.smaller or reads.sums_backward):
-            # JAX transposes what a rule does to a tangent as it is written, and
-            # `differentiate_as` does not compute the expression that it differentiates.
-            (out,) = eqn.outvars
-            dtype = self.half_dtype if is_f32(out) else out.aval.dtype
-            (result,) = binding.bind_here(eqn, self._all_in_f32(eqn, reads))
-            return [lax.convert_element_type(result, dtype)]
         operands = [
             self._value_in_half(v, joins)[0]
             if i in reads.smaller
@@ -183,7 +180,8 @@ class Values:
         value, has_derivative = self._value_in_half(var, joins)
         if (has_derivative and not like) or var not in self.reads.differentiated:
             return value
-        return sums.differentiate_as(value, self.in_f32(var), *like)
+        ends = value, self.in_f32(var), *like
+        return binding.in_mesh_of(value, sums.differentiate_as, *ends)
 
     def _value_in_half(self, var: Var, joins: bool) -> tuple[Any, bool]:
         """Return a value in half, and whether it has the derivative of this cast."""
@@ -195,16 +193,15 @@ class Values:
             return value, var not in self.reads.many
         if joins:
             if var not in self._saturated:
-                self._saturated[var] = sums.saturate(value, self.half_dtype)
+                saturate = functools.partial(sums.saturate, dtype=self.half_dtype)
+                self._saturated[var] = binding.in_mesh_of(value, saturate, value)
             return self._saturated[var], False
         is_first = var not in self._cast
         if is_first:
-            self._cast[var] = lax.convert_element_type(value, self.half_dtype)
+            self._cast[var] = _cast(value, self.half_dtype)
         return self._cast[var], is_first
 
     def _like(self, reads: EqnReads, index: int) -> Sequence[Any]:
-        if self.reads.is_derivative_rule:  # of a tangent, the result would be one, too
-            return ()
         return [self._made[v] for v in reads.like.get(index, ())]
 
     def _broadcast(self, eqn: Eqn, operands: list[Any], reads: EqnReads) -> Any:
@@ -233,6 +230,11 @@ class Values:
             self._cast[out] = self.in_f32(var)
 
 
+def _cast(x: Any, dtype: Any) -> jax.Array:
+    """Cast an array where it was made."""
+    return binding.in_mesh_of(x, lax.convert_element_type, x, dtype)
+
+
 class SharedWeight(NamedTuple):
     """A constant of a scan that a product in it reads."""
 
@@ -244,8 +246,11 @@ def find_shared_weights(eqn: Eqn, plan: EqnPlan) -> dict[int, SharedWeight]:
     """Return the products of a scan whose weights have their gradients after it.
 
     They are the only readers of a weight, and have less to keep of an iteration than
-    its float32 gradient is to read and write. By their indices.
+    its float32 gradient is to read and write. By their indices. There is none if the
+    loop has effects, as on a ref: JAX has no derivative rules for what has.
     """
+    if eqn.effects:
+        return {}
     (body,), (num_consts, _) = plan.bodies, compat.scan_counts(eqn.params) or (0, 0)
     if body.place.direction is not Direction.FORWARD:
         return {}
@@ -309,11 +314,14 @@ class Emitter:
                 self._run_before(step, plan, values)
                 step = step.product
             if isinstance(step, Segment):
-                values.write(step.writes, self._run_segment(step, plan, values))
+                first, args = plan.jaxpr.eqns[step.eqns[0]], (step, plan, values)
+                outs = binding.in_mesh(first, self._run_segment, *args)
+                values.write(step.writes, outs)
                 continue
             if isinstance(step, Part):
-                product = plan.jaxpr.eqns[step.product]
-                values.write(product.outvars, self._run_part(step, plan, values))
+                product, args = plan.jaxpr.eqns[step.product], (step, plan, values)
+                outs = binding.in_mesh(product, self._run_part, *args)
+                values.write(product.outvars, outs)
                 continue
             eqn, of_eqn = plan.jaxpr.eqns[step], plan.eqn_plans[step]
             if step not in zeros:
@@ -331,9 +339,9 @@ class Emitter:
                 continue
             operands = values.read(eqn.invars, (True, True))
             is_half = of_eqn.half_out[0] or core.is_half(eqn.outvars[0])
-            call = eqn, operands, self.half_dtype, is_half
-            run = products.run_in_order, of_eqn.rule.order, products.run
-            out = binding.call(eqn, *run, *call)
+            args = eqn, operands, self.half_dtype, is_half
+            run = functools.partial(products.run_in_order, of_eqn.rule.order)
+            out = binding.call(eqn, run, *args)
             moved = out + zeros[step].astype(out.dtype)
             values.write(eqn.outvars, [sums.differentiate_as(out, moved)])
             factors[step] = operands[1 - shared[step].side]
@@ -405,7 +413,7 @@ class Emitter:
         with compat.source_context(around):
             if not any(segment.kept):
                 return run_again(operands)
-            outs, totals = _compute(*args, list(map(lax.stop_gradient, operands)))
+            outs, totals = _compute(*args, [*map(sums.without_derivative, operands)])
             kept = [
                 self._kept(x) if is_kept else x
                 for x, is_kept in zip(operands, segment.kept, strict=True)
@@ -415,7 +423,7 @@ class Emitter:
 
     def _kept(self, x: jax.Array) -> jax.Array:
         """Return what a loop keeps of a float32 array, in its place."""
-        half = lax.convert_element_type(lax.stop_gradient(x), self.half_dtype)
+        half = _cast(sums.without_derivative(x), self.half_dtype)
         return sums.differentiate_as(half, x)
 
     def _compute(
@@ -449,16 +457,13 @@ class Emitter:
 
         def rule(*args):
             # It was written for the dtypes of the program: it is traced in them.
-            analyzer = self.analyzer.for_derivatives
-            traced = analyzer.trace(fun, args, as_f32=[held == HALF for held in ins])
-            rule_plan = analyzer.plan_closed(
+            as_f32 = [held == HALF for held in ins]
+            traced = self.analyzer.trace(fun, args, as_f32=as_f32)
+            rule_plan = self.analyzer.plan_closed(
                 traced.closed,
                 direction=plan.bodies[0].place.direction,
                 ins=[ins[i] for i in traced.indices],
                 uses=[uses[i] for i in traced.out_indices],
-                tangents=[
-                    k for k, i in enumerate(traced.indices) if i >= len(args) // 2
-                ],
             )
             half_out = rule_plan.half_out
             outs = traced.restore(self.run(rule_plan, half_out, *traced.args))
@@ -487,7 +492,9 @@ class Emitter:
                 eqn=eqn,
                 bodies=bodies,
                 args=operands,
-                scan=functools.partial(self._scan, eqn, plan, values),
+                scan=functools.partial(
+                    binding.in_mesh, eqn, self._scan, eqn, plan, values
+                ),
                 rewrite_rule=of_jvp if is_jvp else self._rewrite_vjp,
             )
         )
@@ -511,7 +518,7 @@ class Emitter:
             i: in_f32.pop(i, consts[i]) for i in {of.weight for of in shared.values()}
         }
         consts = [
-            lax.convert_element_type(x, self.half_dtype) if i in weights else x
+            _cast(x, self.half_dtype) if i in weights else x
             for i, x in enumerate(consts)
         ]
         others = consts, in_f32, rest[:num_carry], rest[num_carry:]
@@ -536,7 +543,9 @@ class Emitter:
         if not shared:
             return loop({}, others, {})[0]
 
+        # JAX transposes all of a function with a rule, of a checkpoint what is linear.
         @jax.custom_jvp
+        @functools.partial(jax.checkpoint, prevent_cse=False)
         def run(weights, others):
             return loop(weights, others, {})[0]
 

@@ -15,7 +15,7 @@ from jmp_lite._src.autocast import half_calls, products, transform
 from jmp_lite._src.autocast.options import OpRules, resolve_rules
 from jmp_lite._src.autocast.rules import BOUNDARY, Fp8
 from jmp_lite._src.autocast.storage import EqnPlan, Placed, walk
-from jmp_lite._src.jaxprs import control_flow, matmul_precision
+from jmp_lite._src.jaxprs import control_flow, core, matmul_precision
 from jmp_lite._src.jaxprs.core import Eqn
 from jmp_lite._src.policy import Policy, PolicyMap
 
@@ -41,7 +41,7 @@ class OpDecision:
       reason: why it is not in half, or why its result is not.
       flops: multiplications and additions of real numbers in a matrix product, or in
         those of an `in_half` function; 0 for outer products, which sum nothing, and for
-        other operations.
+        other operations. A symbolic dimension counts as 4096.
       aligned: whether all dimensions of a matrix product are multiples of 8.
       times: how often it runs: the trips of the loops around it, multiplied, with 1 for
         those that are not known; all its calls together.
@@ -241,7 +241,7 @@ def explain(
     def explained(*args: P.args, **kwargs: P.kwargs) -> AutocastReport:
         planned = transform.plan_call(fun, policy, compute_dtype, rules, args, kwargs)
         before = planned.traced.closed
-        after = jax.make_jaxpr(lambda: planned.run())()
+        after = jax.make_jaxpr(lambda: planned.arrays())()
         casts_before, casts_after = (
             control_flow.count_eqns(compat.open_jaxpr(jaxpr).eqns, half_calls.is_cast)
             for jaxpr in (before, after)
@@ -294,7 +294,7 @@ def _dtypes_after(eqn: Eqn, plan: EqnPlan, half_dtype: Any) -> str:
 
 def _names(variables: Any, half: Any = (), half_dtype: Any = None) -> str:
     def name(var, is_half):
-        dtype = half_dtype if is_half else getattr(var.aval, "dtype", None)
+        dtype = half_dtype if is_half else core.dtype_of(var)
         return "" if dtype is None else reports.short_dtype(dtype)
 
     return " ".join(itertools.starmap(name, itertools.zip_longest(variables, half)))

@@ -20,7 +20,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,7 +87,7 @@ def excepted(except_: Any, fun: Callable[..., Any], name: str) -> Callable[[Any]
 
     Raises as `in_half` does.
     """
-    is_one = isinstance(except_, str) or not isinstance(except_, Iterable)
+    is_one = isinstance(except_, str) or not np.iterable(except_)
     given: tuple[Any, ...] = (except_,) if is_one else tuple(except_)
     if any(isinstance(x, bool) or not isinstance(x, str | int) for x in given):
         raise TypeError(

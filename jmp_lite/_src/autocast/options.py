@@ -9,13 +9,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._src import compat, fp8
+from jmp_lite._src import arguments, compat, dtypes, fp8
 from jmp_lite._src.autocast import half_calls
 from jmp_lite._src.autocast.rules import CLASSES
 from jmp_lite._src.autocast.storage import Region
-from jmp_lite._src.jaxprs.name_scopes import AUTOCAST, FULL_PRECISION, IN_HALF, join
+from jmp_lite._src.jaxprs.name_scopes import (
+    AUTOCAST,
+    FULL_PRECISION,
+    IN_HALF,
+    join,
+    without_marks,
+)
 from jmp_lite._src.jaxprs.primitives import PRIMITIVES, Fact, facts
 from jmp_lite._src.policy import Policy, PolicyMap, paths_around, policies_of
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
@@ -56,18 +63,13 @@ class OpRules:
     recompute: bool | None = None
 
     def __post_init__(self):
-        try:
-            pairs = dict(self.classes)
-        except (TypeError, ValueError):
-            raise TypeError(
-                "Expected a table that maps primitives to classes, such as "
-                f"{{'tanh': 'float32'}}, got {self.classes!r}."
-            ) from None
+        arguments.flag(self.half_results, "half_results")
+        arguments.flag(self.recompute, "recompute", or_none=True)
+        size = arguments.count(self.fp8_min_size, "fp8_min_size", least=0)
+        object.__setattr__(self, "fp8_min_size", size)
+        pairs = _table(self.classes)
         for name, op_class in pairs.items():
-            if op_class not in CLASSES:
-                raise ValueError(
-                    f"Expected one of {CLASSES} for {name!r}, got {op_class!r}."
-                )
+            arguments.one_of(op_class, f"the class of {name!r}", CLASSES)
         for name in pairs.keys() & PRIMITIVES.keys():
             if pairs[name] == "half" and not facts(name) & Fact.PRODUCT:
                 raise ValueError(
@@ -108,6 +110,7 @@ class OpRules:
           >>> OpRules.default(jnp.float16).class_of("square")
           'float32'
         """
+        dtypes.parse_dtype(compute_dtype)
         return cls({name: known.op_class for name, known in PRIMITIVES.items()})
 
     @classmethod
@@ -121,7 +124,7 @@ class OpRules:
           >>> OpRules.only({"dot_general": "half"}).class_of("conv_general_dilated")
           'unchanged'
         """
-        return cls(dict.fromkeys(PRIMITIVES, "unchanged") | _printed(dict(classes)))
+        return cls(dict.fromkeys(PRIMITIVES, "unchanged") | _printed(classes))
 
     @functools.cached_property
     def _by_name(self) -> dict[str, str]:
@@ -141,7 +144,7 @@ class OpRules:
 
     def class_of(self, primitive: str) -> str:
         """Return the class of a primitive, `"unchanged"` if it is not listed."""
-        return self._by_name.get(primitive, "unchanged")
+        return self._by_name.get(arguments.text(primitive, "primitive"), "unchanged")
 
     def replace(
         self,
@@ -188,22 +191,25 @@ def resolve_rules(
             "Expected rules that map primitives to classes, such as {'tanh': "
             f"'float32'}}, or OpRules, got {rules!r}."
         )
-    for name, value in (("half_results", half_results), ("recompute", recompute)):
-        if not isinstance(value, bool | None):
-            raise TypeError(f"Expected {name}=True, False or None, got {value!r}.")
-    if not isinstance(fp8_min_size, int | None) or isinstance(fp8_min_size, bool):
-        raise TypeError(
-            f"Expected an integer or None as fp8_min_size, got {fp8_min_size!r}."
-        )
     return rules.replace(
         half_results=half_results, fp8_min_size=fp8_min_size, recompute=recompute
     )
 
 
-def _printed(classes: Mapping[str, Any]) -> dict[str, Any]:
+def _printed(classes: Any) -> dict[Any, Any]:
     """Return classes by name as JAX prints it: some have a dash, as keywords cannot."""
     dashed = {x.replace("-", "_"): x for x in PRIMITIVES if "-" in x}
-    return {dashed.get(name, name): c for name, c in classes.items()}
+    return {dashed.get(name, name): c for name, c in _table(classes).items()}
+
+
+def _table(classes: Any) -> dict[Any, Any]:
+    try:
+        return dict(classes)
+    except (TypeError, ValueError):
+        raise TypeError(
+            "Expected a table that maps primitives to classes, such as "
+            f"{{'tanh': 'float32'}}, got {classes!r}."
+        ) from None
 
 
 class Regions:
@@ -260,6 +266,7 @@ class Regions:
                 return Region(is_half=False, is_closed=True, reason=reason)
         if not isinstance(self.policy, PolicyMap):
             return _region_of(self.policy)
+        path = without_marks(path)
         self.paths.update(paths_around(path))
         policy, default = self.policy.at(path), self.policy.default
         if policy.output_dtype == default.output_dtype:

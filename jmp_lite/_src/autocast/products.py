@@ -6,14 +6,13 @@ the f32 accumulator itself (`preferred_element_type`), which only costs more mem
 
 import collections
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._src import compat, dtypes, fp8
+from jmp_lite._src import compat, dtypes, fp8, new_primitives
 from jmp_lite._src.jaxprs import binding, control_flow, core, matmul_precision
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts
@@ -23,49 +22,12 @@ COMPLEX = "complex"  # why a product of complex numbers is not in half
 
 
 def run(eqn: Eqn, operands: Sequence[Any], half_dtype: Any, half_result: bool) -> Any:
-    """Return the product of half operands, in half or in f32 from the accumulator."""
-    params = dict(eqn.params)
-    if not fp8.is_default_precision(params.get("precision")):  # for float32 products
-        params["precision"] = (jax.lax.Precision.DEFAULT,) * 2
+    """Return the product of operands in half, in half or in f32 from the accumulator.
 
-    def bind(dtype, *operands):
-        preferred = {"preferred_element_type": jnp.dtype(dtype)}
-        return binding.bind_here(eqn, operands, {**params, **preferred})[0]
-
-    if half_result:
-        return bind(half_dtype, *operands)
-    return _f32_product(bind, half_dtype, operands)
-
-
-def _f32_product(bind: Callable[..., Any], half_dtype: Any, operands: Any) -> Any:
-    """Return a product of half operands in f32, whose derivatives are half products.
-
-    The plain derivative of a product with an f32 result multiplies half by f32.
+    It casts float32 operands. Their gradients are the float32 accumulators of products:
+    JAX would round these to half, and cast that to float32.
     """
-
-    def plain(*operands):
-        return bind(jnp.float32, *operands)
-
-    def upcast(lhs, rhs, *rest):
-        return plain(lhs.astype(jnp.float32), rhs.astype(jnp.float32), *rest)
-
-    @jax.custom_jvp
-    def product(*operands):
-        if half_dtype != jnp.bfloat16:
-            return plain(*operands)
-        # On the CPU, XLA has no kernel for bf16 operands with an f32 result, and some
-        # programs fail. The operands are already rounded, so the product is the same.
-        return jax.lax.platform_dependent(*operands, cpu=upcast, default=plain)
-
-    def jvp(primals, tangents):
-        def term(i, tangent):
-            return bind(half_dtype, *primals[:i], tangent, *primals[i + 1 :])
-
-        # A product is linear in each of its first two operands.
-        return compat.with_tangent(product(*primals), tangents[:2], term)
-
-    product.defjvp(jvp, symbolic_zeros=True)
-    return product(*operands)
+    return _multiply(operands, _How(eqn, half_dtype, half_result))
 
 
 def flops(eqn: Eqn) -> int:
@@ -75,14 +37,15 @@ def flops(eqn: Eqn) -> int:
     """
     if eqn.primitive.name not in NAMES or is_outer(eqn):
         return 0
-    lhs, rhs, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
-    of_one = 8 if is_complex(eqn) else 2
+    (lhs, rhs), out = (v.aval.shape for v in eqn.invars[:2]), eqn.outvars[0].aval.shape
     if eqn.primitive.name == "dot_general":
-        return of_one * math.prod(out) * dimensions(eqn)[2]
-    if eqn.primitive.name == "conv_general_dilated":
-        out_features = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return of_one * math.prod(out) * math.prod(rhs) // max(out_features, 1)
-    return of_one * math.prod(out) * lhs[-1]  # ragged: rows × columns × summed
+        summed = dimensions(eqn)[2:]
+    elif eqn.primitive.name == "conv_general_dilated":
+        out_features = eqn.params["dimension_numbers"].rhs_spec[0]
+        summed = [d for i, d in enumerate(rhs) if i != out_features]
+    else:
+        summed = lhs[-1:]  # ragged: rows × columns × summed
+    return (8 if is_complex(eqn) else 2) * core.total([*out, *summed])
 
 
 def is_complex(eqn: Eqn) -> bool:
@@ -184,7 +147,7 @@ def _order(eqn: Eqn, permutation: tuple[int, ...] | None) -> Order | None:
         return None
     if eqn.params.get("out_sharding") is not None:  # of the order that it has
         return None
-    moves_of, wanted, size = [], [], eqn.outvars[0].aval.size
+    moves_of, wanted, size = [], [], core.size(eqn.outvars[0])
     for operand, *dims in zip(eqn.invars[:2], contracted, batch, strict=True):
         free = [i for i in range(operand.aval.ndim) if i not in (*dims[0], *dims[1])]
         start = rank + sum(map(len, wanted))
@@ -192,7 +155,7 @@ def _order(eqn: Eqn, permutation: tuple[int, ...] | None) -> Order | None:
         moves = [*range(operand.aval.ndim)]
         for i, j in zip(free, wanted[-1], strict=True):
             moves[i] = free[j - start]
-        if moves != sorted(moves) and operand.aval.size >= size:
+        if moves != sorted(moves) and core.size(operand) >= size:
             return None
         moves_of.append(tuple(moves))
     sides = (1, 0) if list(permutation[rank:]) == wanted[1] + wanted[0] else (0, 1)
@@ -206,57 +169,24 @@ def _order(eqn: Eqn, permutation: tuple[int, ...] | None) -> Order | None:
 
 def run_in_order(
     order: Order | None,
-    multiply: Callable[..., Any],
     eqn: Eqn,
     operands: Sequence[Any],
     half_dtype: Any,
     half_result: bool,
 ) -> Any:
-    """Return what `run` or `run_accumulated` makes of a product, in such an order."""
+    """Return what `run` makes of a product, in such an order."""
     if order is None:
-        return multiply(eqn, operands, half_dtype, half_result)
+        return run(eqn, operands, half_dtype, half_result)
     params = {**eqn.params, "dimension_numbers": order.dimension_numbers}
     moved = [jax.lax.transpose(operands[i], by) for i, by in order.operands]
-    out = multiply(eqn.replace(params=params), moved, half_dtype, half_result)
+    out = run(eqn.replace(params=params), moved, half_dtype, half_result)
     return jax.lax.transpose(out, order.back)
 
 
-# Products whose weight gradients are the float32 accumulator.
+# Products that JAX is not to differentiate as its own.
 #
-# The gradient of a weight that is cast to half for a product is a product itself, with
-# a float32 accumulator. JAX rounds it to half, and then casts it to float32. Here, the
-# product reads the float32 weight and casts it. Its transpose returns the accumulator.
-
-
-def run_accumulated(
-    eqn: Eqn, operands: Sequence[Any], half_dtype: Any, half_result: bool
-) -> Any:
-    """Return what `run` does of operands, of which float32 ones are cast to half.
-
-    The gradients of operands in float32 are the accumulators of their products.
-    """
-
-    @jax.custom_jvp
-    def product(*operands):
-        return run(eqn, _halves(operands, half_dtype), half_dtype, half_result)
-
-    def jvp(primals, tangents):
-        halves = _halves(primals, half_dtype)
-
-        def term(i, tangent):
-            factor = _Factor(eqn, i, half_dtype)
-            others = [*halves[:i], *halves[i + 1 :]]
-            if primals[i].dtype == jnp.float32:
-                return _linear(tangent, *others, factor=factor, in_axes=())
-            return factor.multiply(tangent, *others)
-
-        # A product is linear in each of its first two operands. Not `product` itself:
-        # policies of `jax.checkpoint` look for plain products.
-        out = run(eqn, halves, half_dtype, half_result)
-        return compat.with_tangent(out, tangents[:2], term)
-
-    product.defjvp(jvp, symbolic_zeros=True)
-    return product(*operands)
+# It would multiply half by float32 in the derivative of a product with a float32
+# result, and round the gradient of a float32 operand.
 
 
 # The name of what a product has cast: see `saving.saves_casts`.
@@ -274,62 +204,84 @@ def _halves(operands: Sequence[Any], half_dtype: Any) -> list[Any]:
     ]
 
 
-class _Factor(NamedTuple):
-    """One operand of a product, in which it is linear."""
+class _How(NamedTuple):
+    """A product of operands in half, or in float32, which it casts."""
 
     eqn: Eqn
-    operand: int  # 0 or 1
     half_dtype: Any
+    half_result: bool
 
-    def multiply(self, x: jax.Array, *others: jax.Array) -> jax.Array:
-        """Return the product in half, with `x` as this operand."""
-        operands = [*others[: self.operand], x, *others[self.operand :]]
-        return run(self.eqn, operands, self.half_dtype, half_result=True)
-
-    def over_examples(self, in_axes: Any) -> Any:
-        """Return `multiply` under `vmap`, once for each of these `in_axes`."""
-        return functools.reduce(jax.vmap, in_axes, self.multiply)
-
-
-def _linear_impl(
-    x: jax.Array, *others: jax.Array, factor: _Factor, in_axes: Any
-) -> jax.Array:
-    half = x.astype(factor.half_dtype)
-    return factor.over_examples(in_axes)(half, *others)
+    def multiply(self, *operands: jax.Array, dtype: Any = None) -> jax.Array:
+        """Return the product of operands cast to half, and then to another dtype."""
+        cast = [
+            x.astype(self.half_dtype).astype(dtype or self.half_dtype)
+            for x in operands[:2]
+        ]
+        result = self.half_dtype if self.half_result else jnp.float32
+        params = {**self.eqn.params, "preferred_element_type": jnp.dtype(result)}
+        is_default = fp8.is_default_precision(params.get("precision"))
+        if not is_default:  # that of float32 products
+            params["precision"] = (jax.lax.Precision.DEFAULT,) * 2
+        return binding.bind_here(self.eqn, [*cast, *operands[2:]], params)[0]
 
 
-def _linear_batch(args, axes, *, factor, in_axes):
+def _impl(*operands, how, in_axes):
+    return functools.reduce(jax.vmap, in_axes, how.multiply)(*operands)
+
+
+def _impl_on_cpu(*operands, how, in_axes):
+    # XLA has no kernel for bf16 operands with an f32 result there, and some programs
+    # fail. The operands are already rounded, so the product is the same.
+    is_exact = how.half_result or how.half_dtype != jnp.bfloat16
+    in_f32 = functools.partial(how.multiply, dtype=None if is_exact else jnp.float32)
+    return functools.reduce(jax.vmap, in_axes, in_f32)(*operands)
+
+
+def _multiply(operands: Sequence[Any], how: _How, in_axes: Any = ()) -> jax.Array:
+    options = {"how": how, "in_axes": in_axes}
+    if how.half_result and all(x.dtype != jnp.float32 for x in operands[:2]):
+        return _impl(*operands, **options)  # policies of `jax.checkpoint` look for it
+    return _product(*operands, **options)
+
+
+def _jvp(primals, tangents, *, how, in_axes):
+    halves, in_half = _halves(primals, how.half_dtype), how._replace(half_result=True)
+
+    def term(i, tangent):
+        return _multiply([*halves[:i], tangent, *halves[i + 1 :]], in_half, in_axes)
+
+    # A product is linear in each of its first two operands.
+    return new_primitives.with_tangent(
+        _multiply(halves, how, in_axes), tangents[:2], term
+    )
+
+
+def _batch(args, axes, *, how, in_axes):
     # An operand that is not mapped stays so: its gradient is one product.
     args = [
         x if axis is None else jnp.moveaxis(x, axis, 0)
         for x, axis in zip(args, axes, strict=True)
     ]
     mapped = tuple(None if axis is None else 0 for axis in axes)
-    return _linear(*args, factor=factor, in_axes=(*in_axes, mapped))
+    return _product(*args, how=how, in_axes=(*in_axes, mapped))
 
 
-def _linear_transpose(ct, aval, *others, factor, in_axes):
-    """Return the gradient of `x`, float32: the accumulator of a product in half."""
+def _transpose(ct, aval, *others, operand, how, in_axes):
+    """Return the gradient of an operand: of a float32 one, the accumulator."""
+    in_half = how._replace(half_result=True)
 
-    def multiply(x):
-        return factor.over_examples(in_axes)(x, *others)
+    def of_operand(x):
+        operands = *others[:operand], x, *others[operand:]
+        return _impl(*operands, how=in_half, in_axes=in_axes)
 
-    transposed = jax.linear_transpose(multiply, aval.update(dtype=factor.half_dtype))
+    ct = ct.astype(how.half_dtype)
+    transposed = jax.linear_transpose(of_operand, aval.update(dtype=how.half_dtype))
+    if aval.dtype != jnp.float32:
+        return transposed(ct)[0]
     closed = jax.make_jaxpr(transposed)(ct)
     jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
-    run_eqn = functools.partial(_run_in_float32, half_dtype=factor.half_dtype)
+    run_eqn = functools.partial(_run_in_float32, half_dtype=how.half_dtype)
     (out,) = binding.evaluate(jaxpr, consts, [ct], run_eqn)
-    return out
-
-
-def _transpose_of_other(ct, aval, x, *rest, factor, in_axes):
-    """Return the gradient of the other operand, which is half: a product in half."""
-    half = x.astype(factor.half_dtype)
-
-    def multiply(other):
-        return factor.over_examples(in_axes)(half, other, *rest)
-
-    (out,) = jax.linear_transpose(multiply, aval)(ct)
     return out
 
 
@@ -342,14 +294,16 @@ def _run_in_float32(eqn: Eqn, operands: Sequence[Any], half_dtype: Any) -> list[
     return binding.bind(eqn, operands)
 
 
-# Linear in both. The transpose of a plain product would return half for the first.
-_linear = compat.new_primitive(
-    "product_with_float32_gradient",
-    _linear_impl,
-    None,
-    _linear_batch,
-    [_linear_transpose, _transpose_of_other],
-    static_argnames=("factor", "in_axes"),
+HALF_PRODUCT = "half_product"
+"""The name of their primitive."""
+
+_product = new_primitives.new_primitive(
+    HALF_PRODUCT,
+    _impl,
+    _jvp,
+    _batch,
+    [functools.partial(_transpose, operand=i) for i in range(2)],
+    on_cpu=_impl_on_cpu,
 )
 
 
@@ -360,8 +314,10 @@ def of_each(
 
     The gradient of `x` is one product, of the float32 accumulator.
     """
-    factor = _Factor(eqn, operand, half_dtype)
-    return _linear(x, others, factor=factor, in_axes=((None, 0),))
+    pairs = [(x, None), (others, 0)]
+    operands, axes = zip(*(pairs if operand == 0 else pairs[::-1]), strict=True)
+    how = _How(eqn, half_dtype, half_result=True)
+    return _multiply(operands, how, (axes,))
 
 
 # Softmax.
@@ -420,9 +376,8 @@ def _keeps_dims(spread: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> b
     return spread.outvars[0].aval.shape == kept and dims == others
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def _softmax(
-    logits: jax.Array, axes: tuple[int, ...], dtype: Any, may_repeat: bool
+def _softmax_impl(
+    logits: jax.Array, *, axes: tuple[int, ...], dtype: Any, may_repeat: bool
 ) -> jax.Array:
     """Return `exp(logits) / sum(exp(logits))` in `dtype`, from f32 arithmetic.
 
@@ -439,13 +394,12 @@ def _softmax(
     return jax.lax.optimization_barrier(probabilities)
 
 
-@_softmax.defjvp
-def _softmax_jvp(axes, dtype, may_repeat, primals, tangents):
+def _softmax_jvp(primals, tangents, *, axes, dtype, may_repeat):
     from jax.ad_checkpoint import checkpoint_name  # not loaded by `import jax`
 
     (logits,), (logits_dot,) = primals, tangents
-    probabilities = _softmax(logits, axes, dtype, may_repeat)
-    # A policy that saves what `_softmax` returns computes this copy again. Without it,
+    probabilities = softmax(logits, axes=axes, dtype=dtype, may_repeat=may_repeat)
+    # A policy that saves what `softmax` returns computes this copy again. Without it,
     # the operand of the checkpoint below would be saved as well: the same numbers.
     probabilities = checkpoint_name(probabilities, "probabilities")
 
@@ -463,5 +417,17 @@ def _softmax_jvp(axes, dtype, may_repeat, primals, tangents):
     return probabilities, tangent(probabilities, logits_dot)
 
 
-# Traced once for each shape, and put in place as if it were written there.
-softmax = jax.jit(_softmax, static_argnums=(1, 2, 3), inline=True)
+def _softmax_batch(args, mapped, *, axes, **options):
+    logits = jnp.moveaxis(args[0], mapped[0], 0)
+    return softmax(logits, axes=tuple(i + 1 for i in axes), **options)
+
+
+SOFTMAX = "softmax"
+"""The name of the primitive."""
+
+softmax = new_primitives.new_primitive(
+    SOFTMAX,
+    _softmax_impl,
+    _softmax_jvp,
+    _softmax_batch,
+)

@@ -24,14 +24,12 @@ from jmp_lite._src.autocast.storage import (
     EqnPlan,
     Held,
     Place,
-    Plan,
     Region,
-    of_constant,
 )
-from jmp_lite._src.jaxprs import binding, control_flow, core
+from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Var
-from jmp_lite._src.jaxprs.primitives import CALLS, CAST, LOOPS, Fact, facts
+from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts
 
 # What is smaller is a scalar or a few of them, and no array that pays to round.
 _FEW = 64
@@ -57,7 +55,6 @@ class Body(NamedTuple):
     structure: Structure
     held: dict[Var, Held]
     linear: set[Var]  # sums and multiples of what is stored in half
-    tangents: set[Var]  # what is made of tangents, in a rule for derivatives
 
     @property
     def compute_dtype(self) -> Any:
@@ -65,7 +62,7 @@ class Body(NamedTuple):
 
     def inside(self, op: Op, sub: SubJaxpr) -> Place:
         """Return where a jaxpr of an equation is."""
-        return self.place.inside(op.eqn, sub, self.tangents)
+        return self.place.inside(op.eqn, sub)
 
 
 Decision = tuple[EqnPlan, Sequence[Held]]
@@ -133,7 +130,6 @@ class Product(Rule):
     """Matrix products: half operands, a result in half or the float32 accumulator."""
 
     name, is_product, is_source = "half", True, True
-    multiply = staticmethod(products.run)
 
     def __init__(self, order: products.Order | None = None, why_not_fp8: str = ""):
         self.order, self.why_not_fp8 = order, why_not_fp8
@@ -147,10 +143,7 @@ class Product(Rule):
             why_not = why_not or "no f32 operand"
         if why_not:
             return WRITTEN.as_written(op, why_not)
-        # It is linear in a tangent, and transposed as it stands: the transpose of a
-        # product with a float32 result would multiply half by float32.
-        is_half = not body.tangents.isdisjoint(core.variables(op.eqn.invars))
-        is_half = is_half or has_half_result(op, uses[0], body)
+        is_half = has_half_result(op, uses[0], body)
         reasons = [
             f"not in fp8: {self.why_not_fp8}" if self.why_not_fp8 else "",
             "" if is_half else "f32 result from the accumulator",
@@ -163,13 +156,13 @@ class Product(Rule):
     def run(self, eqn, plan, values):
         operands = values.read(eqn.invars, plan.half_in)
         args = eqn, operands, values.half_dtype, plan.half_out[0]
-        return [products.run_in_order(self.order, self.multiply, *args)]
+        return [products.run_in_order(self.order, *args)]
 
 
 class Accumulated(Product):
     """Matrix products whose weight gradients are the float32 accumulator."""
 
-    casts_inputs, multiply = True, staticmethod(products.run_accumulated)
+    casts_inputs = True
 
     def reads(self, op, uses, body):
         # What may be a parameter is cast by the product, and not before it.
@@ -211,7 +204,7 @@ class CastByHand(Rule):
         operands = values.read(eqn.invars, plan.half_in)
         for i, var in enumerate(eqn.invars[:2]):
             operands[i] = values.before_cast(var, operands[i])
-        return [products.run_accumulated(eqn, operands, half, is_half)]
+        return [products.run(eqn, operands, half, is_half)]
 
 
 def has_half_result(op: Op, use: int, body: Body) -> bool:
@@ -301,9 +294,7 @@ class Move(Rule):
             outs = [INPUT if held == FLOAT32 else held for held in outs]
         return plan, outs
 
-    def _is_half(
-        self, op: Op, ins: Sequence[Held], use: int, body: Body
-    ) -> bool:
+    def _is_half(self, op: Op, ins: Sequence[Held], use: int, body: Body) -> bool:
         """Return whether a result is stored in half."""
         eqn, floats = op.eqn, [held for held in ins if held != OTHER]
         if use & Use.DIGITS:
@@ -323,7 +314,7 @@ class Move(Rule):
 
 
 class Called(Arithmetic):
-    """A function with a rule for its derivative that is arithmetic: it runs as it is."""
+    """Arithmetic with a rule for its derivative: it runs as it is."""
 
     def __init__(self):
         super().__init__("promote")
@@ -374,7 +365,10 @@ class SubJaxprs(Rule):
             body.analyzer.plan(
                 sub,
                 body.inside(op, sub),
-                [_fixed(ins[i]) if k in sub.fixed_in else ins[i] for k, i in enumerate(sub.operands)],
+                [
+                    _fixed(ins[i]) if k in sub.fixed_in else ins[i]
+                    for k, i in enumerate(sub.operands)
+                ],
                 _of_outputs(op, sub, uses),
             )
             for sub in op.bodies
@@ -437,8 +431,8 @@ class Softmax(Rule):
 
     def run(self, eqn, plan, values):
         logits = values.inner(self.softmax.logits)
-        options = self.softmax.axes, values.half_dtype, self.may_repeat
-        return [products.softmax(logits, *options)]
+        options = {"axes": self.softmax.axes, "may_repeat": self.may_repeat}
+        return [products.softmax(logits, dtype=values.half_dtype, **options)]
 
 
 class Boundary(Rule):

@@ -2,14 +2,14 @@
 
 Between two matrix products lie norms, biases and activations. A segment is a connected
 set of such operations. It reads stored values, computes in float32 as the program is
-written, and rounds what others read of it to half, once. JAX would keep for the backward
-pass what the derivative of each operation needs: of a GELU, three float32 arrays. A
-segment keeps what it reads, and its statistics, the results of sums; the rest is
-computed again.
+written, and rounds what others read of it to half, once. JAX would keep for the
+backward pass what the derivative of each operation needs: of a GELU, three float32
+arrays. A segment keeps what it reads, and its statistics, the results of sums; the rest
+is computed again.
 
 What runs together must not wait for what runs between: so each operation has a level.
-It is that of what it reads, and one more where a segment is read from outside. Connected
-arithmetic of one level is a segment, and the levels are the order in which a jaxpr runs.
+It is that of what it reads, and one more where a segment is read from outside.
+Connected arithmetic of one level is a segment, and a jaxpr runs level by level.
 
     x1                         level 0
     y  = norm(x1)              0   segment, reads x1
@@ -21,12 +21,9 @@ arithmetic of one level is a segment, and the levels are the order in which a ja
 import dataclasses
 import functools
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
-
-
 
 import jax.numpy as jnp
 import numpy as np
@@ -94,7 +91,7 @@ def _reduces(name: str, params: Mapping[str, Any]) -> bool:
 
 def is_arithmetic(eqn: Eqn) -> bool:
     """Return whether an equation is float32 arithmetic, or moves numbers in order."""
-    dtypes = (getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars))
+    dtypes = map(core.dtype_of, (*eqn.invars, *eqn.outvars))
     if not all(map(_is_f32_or_exact, dtypes)):
         return False
     known = facts(eqn.primitive.name)
@@ -134,7 +131,7 @@ def _adds(eqn: Eqn) -> bool:
 
 
 def _is_exact(eqn: Eqn) -> bool:
-    """Return whether it is the same to round the operand or the result, as of a ReLU."""
+    """Return whether to round the operand or the result is the same, as of a ReLU."""
     if bodies := compat.jaxprs_of(eqn):
         return all(_is_exact(inner) for body in bodies for inner in body.eqns)
     return bool(facts(eqn.primitive.name) & (Fact.EXACT | Fact.JOINS))
@@ -168,9 +165,7 @@ def _without_gradients(eqns: Sequence[Eqn]) -> set[Var]:
 
 
 class _Search:
-    def __init__(
-        self, jaxpr, plans, held, uses, structure, has_segments, is_in_loop
-    ):
+    def __init__(self, jaxpr, plans, held, uses, structure, has_segments, is_in_loop):
         self.jaxpr, self.eqns, self.plans = jaxpr, jaxpr.eqns, list(plans)
         self.held, self.uses, self.structure = held, uses, structure
         self.has_segments, self.is_in_loop = has_segments, is_in_loop
@@ -220,7 +215,7 @@ class _Search:
         return Arranged(half, plans, self._steps(segments, plans), rounded, self.cut)
 
     def _find_levels(self) -> None:
-        """Find which equations are in segments, and at which level each of them runs."""
+        """Find which equations are in segments, and the level of each."""
         of_effects = 0
         for i, eqn in enumerate(self.eqns):
             operands = list(variables(self.plans[i].rule.operands(eqn)))
@@ -246,7 +241,7 @@ class _Search:
                 self.level[i] = max(self.level[i], latest)
 
     def _may_be_inside(self, i: int, operands: Sequence[Var]) -> bool:
-        """Return whether an equation is arithmetic on what is computed from products."""
+        """Return whether an equation is arithmetic on what products have computed."""
         rule, eqn = self.plans[i].rule, self.eqns[i]
         if not rule.is_arithmetic:
             moves = rule.moves and _moves_in_order(eqn)
@@ -263,7 +258,7 @@ class _Search:
         return core.is_f32(var) and var in self.computed
 
     def _rise(self, var: Var, reader: int) -> int:
-        """Return how much later a reader of a variable runs than its maker, at least."""
+        """Return how many levels a reader is behind the maker of a variable."""
         maker = self.made_by[var]
         is_between = self.is_inside[maker] and self.is_inside[reader]
         return int(self.is_inside[maker] and (not is_between or var in self.cut))
@@ -349,7 +344,7 @@ class _Search:
     def _terms(
         self, eqn: Eqn, terms: Mapping[Var, frozenset[Var] | None]
     ) -> frozenset[Var] | None:
-        """Return the arrays of which an equation adds multiples, None if it does not."""
+        """Return the arrays of which an equation adds multiples, None if none."""
         known, size = facts(eqn.primitive.name), core.size(eqn.outvars[0])
         arrays, found = [], frozenset()
         for v in variables(eqn.invars):
@@ -490,7 +485,7 @@ class _Search:
         return list(found)
 
     def _segment(self, group: Sequence[int], half: Set[Var]) -> Segment | None:
-        """Return the segment of some equations, None if to compute it again buys nothing."""
+        """Return the segment of equations, None if to compute it again buys nothing."""
         inside, eqns = set(group), [self.eqns[i] for i in group]
         if not any(map(keeps_arrays, eqns)):
             return None
@@ -522,9 +517,12 @@ class _Search:
             half_out=tuple(v in half for v in writes),
             compares=any(self._compares(i) for i in group),
             kept=tuple(
-                self.is_in_loop and v in self.computed and v not in half
+                self.is_in_loop
+                and v in self.computed
+                and v not in half
                 # A loop keeps each of them as often as it runs.
-                and core.is_f32(v) and core.size(v) * 2 >= size
+                and core.is_f32(v)
+                and core.size(v) * 2 >= size
                 for v in reads
             ),
         )
@@ -534,7 +532,9 @@ class _Search:
         eqn = self.eqns[i]
         known = facts(eqn.primitive.name)
         if known & Fact.COMPARES:
-            return all(core.is_float(v) and not compat.is_literal(v) for v in eqn.invars)
+            return all(
+                core.is_float(v) and not compat.is_literal(v) for v in eqn.invars
+            )
         return bool(known & Fact.CHOOSES) and is_reduction(eqn)
 
     def _moves_before(self, group: Sequence[int], made: Set[Var]) -> list[int]:
@@ -737,20 +737,16 @@ def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     References:
       `jax.checkpoint_policies.dots_saveable`, which computes sums again.
     """
-    if primitive.name == "custom_jvp_call":
-        # A softmax, or a product whose result is float32, which `autocast` wraps so.
-        inner = compat.open_jaxpr(params["call_jaxpr"])
-        has_softmax = bool(products.find_softmaxes(inner))
-        return has_softmax or any(map(products.count, inner.eqns))
+    is_of_autocast = primitive.name in (products.HALF_PRODUCT, products.SOFTMAX)
     is_product = bool(facts(primitive.name) & Fact.PRODUCT)
-    return is_product or saves_sums(primitive, *avals, **params)
+    return is_of_autocast or is_product or saves_sums(primitive, *avals, **params)
 
 
 def saves_totals(primitive: Any, *avals: Any, **params: Any) -> bool:
     """Return whether the result of an operation is a statistic, which is kept."""
     if not _reduces(primitive.name, params):
         return False
-    return math.prod(avals[0].shape[i] for i in params["axes"]) >= _FEW
+    return core.total(avals[0].shape[i] for i in params["axes"]) >= _FEW
 
 
 def saves_sums(primitive: Any, *avals: Any, **params: Any) -> bool:

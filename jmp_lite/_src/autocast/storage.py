@@ -4,18 +4,17 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Set
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jmp_lite._src import compat, reports
+from jmp_lite._src import reports
 from jmp_lite._src.autocast.sums import Reads, find_reads
 from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, variables
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import CHECKPOINTS, LOOPS
 
 
@@ -130,24 +129,17 @@ class Place(NamedTuple):
     around: Around = Around.NOTHING
     # The inputs that a loop carries, and the outputs that they are next.
     carry: tuple[tuple[int, int], ...] = ()
-    # The inputs that are made of tangents, in a rule for derivatives.
-    tangents: tuple[int, ...] = ()
 
-    def inside(self, eqn: Eqn, sub: SubJaxpr, tangents: Set[Var]) -> "Place":
-        """Return where a jaxpr of an equation is; `tangents` are variables of this."""
+    def inside(self, eqn: Eqn, sub: SubJaxpr) -> "Place":
+        """Return where a jaxpr of an equation is."""
         is_loop = eqn.primitive.name in LOOPS
-        has_tangent = not tangents.isdisjoint(variables(eqn.invars))
+        # The condition of a `while` loop carries nothing on.
+        pairs = zip(sorted(sub.fixed_in), sorted(sub.fixed_out), strict=False)
         return Place(
             name_scopes.join(self.scope, name_scopes.of(eqn)),
             self.direction.of(eqn),
             self.around.inside(eqn),
-            tuple(zip(sorted(sub.fixed_in), sorted(sub.fixed_out))) if is_loop else (),
-            # A loop may make them of what it carries.
-            tuple(
-                k
-                for k, i in enumerate(sub.operands)
-                if has_tangent and (k in sub.fixed_in or eqn.invars[i] in tangents)
-            ),
+            tuple(pairs) if is_loop else (),
         )
 
 
@@ -182,7 +174,7 @@ class EqnPlan:
 
 
 class Segment(NamedTuple):
-    """Arithmetic of a jaxpr that the backward pass computes again from what it reads."""
+    """Arithmetic that the backward pass computes again from what it reads."""
 
     eqns: tuple[int, ...]  # by index, in their order
     reads: tuple[Var, ...]
@@ -219,7 +211,6 @@ class Plan:
     steps: tuple[int | Segment | Part, ...] = ()
     rounded: frozenset[Var] = frozenset()  # whose gradients are stored in half
     sums: frozenset[Var] = frozenset()  # those of several arrays that are stored
-    is_derivative_rule: bool = False  # or inside of one
 
     @property
     def half_in(self) -> tuple[bool, ...]:
@@ -251,7 +242,6 @@ class Plan:
         return find_reads(
             self.jaxpr,
             [plan.reads_half for plan in self.eqn_plans],
-            self.is_derivative_rule,
             in_segments={i for segment in segments for i in segment.eqns},
             of_segments=[v for segment in segments for v in segment.reads],
         )

@@ -28,9 +28,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad, batching, mlir
+from jax.experimental import jet
+from jax.interpreters import ad, batching
 
-from jmp_lite._src import compat, dtypes
+from jmp_lite._src import compat, new_primitives
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, is_f32, variables
 from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts, has
@@ -66,33 +67,50 @@ def _jvp(primals: Any, tangents: Any) -> Any:
 
 def _transpose(cotangent: Any, value: Any, expression: Any, *like: Any) -> Any:
     # That of a cast of the expression: no other operand has a cotangent.
-    cotangents = [
-        ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in (value, *like)
+    cotangents = new_primitives.no_cotangents((value, expression, *like))
+    if ad.is_undefined_primal(expression) and not isinstance(cotangent, ad.Zero):
+        dtype = expression.aval.dtype
+        cotangents[1] = lax.convert_element_type(cotangent, dtype)
+    return cotangents
+
+
+def all_mapped(operands: Any, axes: Any, count: int | None = None) -> list[Any]:
+    """Return the first operands of a rule for `vmap`, with the mapped axis in front."""
+    pairs = list(zip(operands, axes, strict=True))
+    (length,) = {x.shape[axis] for x, axis in pairs if axis is not None}
+    return [
+        lax.broadcast(x, (length,)) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in pairs[:count]
     ]
-    if not ad.is_undefined_primal(expression):
-        return [cotangents[0], None, *cotangents[1:]]
-    if not isinstance(cotangent, ad.Zero):
-        cotangent = lax.convert_element_type(cotangent, expression.aval.dtype)
-    return [cotangents[0], cotangent, *cotangents[1:]]
 
 
 def _batch(operands: Any, axes: Any) -> Any:
-    pairs = list(zip(operands, axes, strict=True))
-    (length,) = {x.shape[axis] for x, axis in pairs if axis is not None}
-    value, expression = (
-        lax.broadcast(x, (length,)) if axis is None else jnp.moveaxis(x, axis, 0)
-        for x, axis in pairs[:2]
-    )
+    value, expression = all_mapped(operands, axes, 2)
     # A `vmap` around this one still needs `like`.
     return differentiate_as(value, expression, *operands[2:]), 0
+
+
+def _jet(primals: Any, series: Any) -> Any:
+    value = differentiate_as(*primals)
+    return value, [lax.convert_element_type(x, value.dtype) for x in series[1]]
 
 
 ad.primitive_jvps[_differentiate_as_p] = _jvp
 ad.primitive_transposes[_differentiate_as_p] = _transpose
 batching.primitive_batchers[_differentiate_as_p] = _batch
-mlir.register_lowering(
-    _differentiate_as_p, mlir.lower_fun(_value_of, multiple_results=False)
-)
+new_primitives.made_of_first(_differentiate_as_p, 2)
+new_primitives.lower(_differentiate_as_p, _value_of)
+jet.jet_rules[_differentiate_as_p] = _jet
+
+
+@new_primitives.new_value
+def without_derivative(x: jax.Array) -> jax.Array:
+    """Return what `lax.stop_gradient` does, which JAX cannot transpose.
+
+    Of a function that is linear, what computes the value of `differentiate_as` has
+    cotangents of 0, which JAX passes through what is linear.
+    """
+    return x
 
 
 # Operations.
@@ -119,7 +137,7 @@ def scale(eqn: Eqn, array: Any, factor: Any, factor_in_f32: Any) -> Any:
     Both are half; the factor in float32 is differentiated. The backward pass keeps the
     array and the factor, not the factor broadcast to the shape of the array.
     """
-    (value,) = binding.bind_here(eqn, map(lax.stop_gradient, (array, factor)))
+    (value,) = binding.bind_here(eqn, map(without_derivative, (array, factor)))
     if divides(eqn):
         factor_in_f32 = lax.full_like(factor_in_f32, 1) / factor_in_f32
     rank = (1,) * (value.ndim - factor_in_f32.ndim)
@@ -150,13 +168,12 @@ def _multiply_transpose(ct, aval, other, *, dtype):
 
 # Linear in each operand, of any floating dtypes: so every derivative of it is right,
 # and keeps operands that are not broadcast. A sum over what was is float32.
-_multiply = compat.new_primitive(
+_multiply = new_primitives.new_primitive(
     "multiply_broadcast",
     _multiply_impl,
     None,
     _multiply_batch,
     [_multiply_transpose, _multiply_transpose],
-    static_argnames=("dtype",),
 )
 
 
@@ -201,11 +218,11 @@ def bind(
         (axis,) = eqn.params["dimension_numbers"].start_index_map
         value, expression = (
             jnp.repeat(x, repeats, axis)
-            for x in (lax.stop_gradient(operands[0]), in_f32[0])
+            for x in (without_derivative(operands[0]), in_f32[0])
         )
         return [differentiate_as(value, expression)]
-    # Without stop_gradient, JAX would compute residuals for the derivative of `value`.
-    (value,) = binding.bind_here(eqn, list(map(lax.stop_gradient, operands)))
+    # Else, JAX would compute residuals for the derivative of `value`.
+    (value,) = binding.bind_here(eqn, list(map(without_derivative, operands)))
     if eqn.primitive.name in ("reduce_max", "reduce_min"):
         expression = _mean_of_chosen(value, operands[0], in_f32[0], eqn.params["axes"])
     elif is_lookup(eqn) and _takes_one_along_an_axis(eqn):
@@ -259,16 +276,17 @@ def bound(x: Any, dtype: Any) -> Any:
 
     A finite number below the range of half, as masks contain, becomes half of the
     lowest half number: a sum with it stays finite. What is too large stays so, and
-    becomes inf in half: it is no mask.
+    becomes inf in half: it is no mask. The derivative is that of `x`.
     """
-    lowest = np.asarray(jnp.finfo(dtype).min, np.float32)
     if not isinstance(x, jax.Array):  # a number of the program
+        lowest = np.asarray(jnp.finfo(dtype).min, np.float32)
         return lowest / 2 if -np.inf < x < lowest else x
-    return _bound(x, float(lowest))
+    return differentiate_as(_bounded(x, dtype=dtype), x)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _bound(x: jax.Array, lowest: float) -> jax.Array:
+@new_primitives.new_value
+def _bounded(x: jax.Array, *, dtype: Any) -> jax.Array:
+    lowest = np.asarray(jnp.finfo(dtype).min, x.dtype)
     is_below = (x < lowest) & lax.is_finite(x)
     return lax.select(is_below, lax.full_like(x, lowest / 2), x)
 
@@ -295,7 +313,7 @@ def read_stored(x: jax.Array) -> jax.Array:
 def rounded_backward(x: jax.Array, dtype: Any) -> jax.Array:
     """Return float32 numbers, whose gradient is rounded to half where it is stored."""
     expression = lax.convert_element_type(stored(x, dtype), x.dtype)
-    return differentiate_as(lax.stop_gradient(x), expression)
+    return differentiate_as(without_derivative(x), expression)
 
 
 def bounded(
@@ -308,20 +326,46 @@ def bounded(
     return [bound(x, dtype) if may_be_mask else x for x, may_be_mask in pairs]
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def saturate(x: jax.Array, dtype: Any) -> jax.Array:
+@new_primitives.new_value
+def saturate(x: jax.Array, *, dtype: Any) -> jax.Array:
     """Cast to half; finite numbers below the range become the lowest half number.
 
     Masks contain them. bfloat16 ends a little before float32: `finfo(float32).min`
-    would become -inf, and `finfo(float32).max` inf. The result has no derivative.
+    would become -inf, and `finfo(float32).max` inf.
     """
-    x, info = lax.stop_gradient(x), jnp.finfo(dtype)
+    info = jnp.finfo(dtype)
     lowest, largest = (np.asarray(end, x.dtype) for end in (info.min, info.max))
     bounded = lax.max(x, lowest)
     if info.maxexp == jnp.finfo(x.dtype).maxexp:
         bounded = lax.min(bounded, largest)
     is_infinite = lax.eq(lax.abs(x), np.asarray(np.inf, x.dtype))
     return lax.convert_element_type(lax.select(is_infinite, x, bounded), dtype)
+
+
+def in_context(x: Any) -> Any:
+    """Return an argument whose gradient has the mesh of the context in its type.
+
+    In JAX it has it if axes of the mesh are explicit, also if the argument was made
+    outside of the mesh. The transpose of a cast would lose it.
+    """
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return x
+    is_outside = jax.typeof(x).sharding.mesh.empty
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return _in_context(x) if is_outside and is_float else x
+
+
+def _put_in_context(ct: jax.Array, aval: Any) -> jax.Array:
+    return jax.sharding.reshard(ct, jax.typeof(ct).sharding.spec)
+
+
+def _in_context_batch(args, axes):
+    return _in_context(_in_front(args[0], axes[0]))
+
+
+_in_context = new_primitives.new_primitive(
+    "in_context", lambda x: x, None, _in_context_batch, [_put_in_context]
+)
 
 
 # How a jaxpr reads half values.
@@ -351,15 +395,11 @@ class Reads:
     by_eqn: Mapping[int, EqnReads]  # by `id`, for those that have half operands
     many: frozenset[Var]  # read so often that their gradients are summed in float32
     differentiated: frozenset[Var]  # through these, a gradient may pass
-    # JAX transposes a rule for derivatives as it is: an operation on a tangent must be
-    # linear in it.
-    is_derivative_rule: bool = False
 
 
 def find_reads(
     jaxpr: Jaxpr,
     half_in: Sequence[Sequence[bool]],
-    is_derivative_rule: bool = False,
     in_segments: Collection[int] = (),
     of_segments: Iterable[Var] = (),
 ) -> Reads:
@@ -393,7 +433,7 @@ def find_reads(
     reads.update(variables(jaxpr.outvars))
     reads.update(reads_in_f32)
     many = frozenset(v for v, count in reads.items() if count >= _MANY_READS)
-    return Reads(by_eqn, many, differentiated, is_derivative_rule)
+    return Reads(by_eqn, many, differentiated)
 
 
 def _repeats(eqn: Eqn, made_by: Mapping[Any, Eqn]) -> int:
@@ -409,6 +449,8 @@ def _repeats(eqn: Eqn, made_by: Mapping[Any, Eqn]) -> int:
         eqn = made_by.get(var)
         if eqn is None or eqn.effects:
             return None
+        if core.has_symbol((*var.aval.shape, *eqn.params.values())):
+            return None
         known, index = facts(eqn.primitive.name), eqn.outvars.index(var)
         operands = [v.val if compat.is_literal(v) else constant(v) for v in eqn.invars]
         if any(x is None for x in operands):
@@ -418,12 +460,16 @@ def _repeats(eqn: Eqn, made_by: Mapping[Any, Eqn]) -> int:
         return binding.bind_here(eqn, operands)[index]
 
     numbers, (operand, indices) = eqn.params["dimension_numbers"], eqn.invars
-    axis, *others = numbers.start_index_map
+    if len(numbers.start_index_map) != 1:
+        return 0
+    (axis,) = numbers.start_index_map
     rows, shape = operand.aval.shape[axis], [*operand.aval.shape]
+    if core.has_symbol((rows, *indices.aval.shape)):
+        return 0
     times, shape[axis] = indices.aval.size // max(rows, 1), indices.aval.size
     is_along_axis = numbers.offset_dims == (*range(axis), *range(axis + 1, len(shape)))
     is_along_axis = is_along_axis and eqn.outvars[0].aval.shape == tuple(shape)
-    if others or not is_along_axis or times * rows != shape[axis]:
+    if not is_along_axis or times * rows != shape[axis]:
         return 0
     with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
         found = np.ravel(constant(indices))

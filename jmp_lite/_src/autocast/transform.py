@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from jmp_lite._src import compat, dtypes, fp8, trees
-from jmp_lite._src.autocast import half_calls, products
+from jmp_lite._src.autocast import half_calls, products, sums
 from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
-from jmp_lite._src.autocast.options import OpRules, Regions, resolve_rules
 from jmp_lite._src.autocast.emit import Emitter
+from jmp_lite._src.autocast.options import OpRules, Regions, resolve_rules
 from jmp_lite._src.autocast.rules import BOUNDARY
 from jmp_lite._src.autocast.storage import Placed, Plan, walk
 from jmp_lite._src.jaxprs import core, name_scopes
@@ -372,9 +372,14 @@ class PlannedCall:
 
     def run(self) -> Any:
         """Return what the function returns, in the dtypes that it would have."""
+        return self.traced.restore(self.arrays())
+
+    def arrays(self) -> list[jax.Array]:
+        """Return the arrays of what the function returns."""
         half_out = (False,) * len(self.plan.outs)
-        outs = Emitter(self.analyzer).run(self.plan, half_out, *self.traced.args)
-        return self.traced.restore(_as_arrays(outs))
+        args = map(sums.in_context, self.traced.args)
+        outs = Emitter(self.analyzer).run(self.plan, half_out, *args)
+        return _as_arrays(outs)
 
     def what_is_missing(self) -> str:
         """Return a warning of a precision of the policy that no product has, or ""."""
@@ -445,12 +450,14 @@ def plan_call(
     rules: OpRules,
     args: Any,
     kwargs: Any,
+    *,
+    without_refs: bool = False,
 ) -> PlannedCall:
     """Trace a call, and decide what runs in half."""
     _check_arguments((args, kwargs))
     regions = Regions(policy)
     analyzer = Analyzer(rules, regions, compute_dtype)
-    traced = analyzer.trace(fun, args, kwargs)
+    traced = analyzer.trace(fun, args, kwargs, without_refs=without_refs)
     plan = analyzer.plan_closed(traced.closed)
     regions.check_unused(name_of(fun))
     return PlannedCall(name_of(fun), traced, analyzer, plan)
@@ -567,8 +574,7 @@ def refuse_modules(args_and_kwargs: Any, who: str) -> None:
 def _check_arguments(args_and_kwargs: Any) -> None:
     refuse_modules(args_and_kwargs, "a function under autocast")
     for path, leaf in jax.tree.leaves_with_path(args_and_kwargs):
-        is_array = trees.is_array(leaf) and leaf.dtype != object
-        if is_array or isinstance(leaf, bool | int | float | complex) or callable(leaf):
+        if trees.is_number(leaf) or isinstance(leaf, jax.Ref) or callable(leaf):
             continue
         index = trees.key_path(path[1:])
         raise TypeError(

@@ -1,7 +1,4 @@
-"""Leaves of a state: their specs, compatibility checks and conversions.
-
-A spec can be stored as JSON. This module does not depend on Orbax.
-"""
+"""Leaves of a state: their specs, compatibility checks and conversions."""
 
 import base64
 import dataclasses
@@ -11,8 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import compat, dtypes, trees
-from jmp_lite._src.reports import summarize
+from jmp_lite._src import compat, trees
+from jmp_lite._src.reports import printable, summarize
+
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
+# Numbers of Python: the dtypes of their kind, and those on disk.
+_NUMBERS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "bool": (jnp.bool_, ("bool",)),
+    "int": (jnp.integer, ("int64", "uint64")),
+    "float": (jnp.floating, ("float64",)),
+    "complex": (jnp.complexfloating, ("complex128",)),
+}
 
 
 class Cast(NamedTuple):
@@ -35,7 +41,7 @@ class Casts(dict[str, Cast]):
     def __str__(self) -> str:
         width = max(map(len, self), default=0)
         lines = [
-            f"{path:{width}}  {cast.from_dtype} -> {cast.to_dtype}"
+            f"{printable(path):{width}}  {cast.from_dtype} -> {cast.to_dtype}"
             + (f", {cast.underflowed} became 0" if cast.underflowed else "")
             for path, cast in self.items()
         ]
@@ -59,6 +65,11 @@ class LeafSpec:
             return f"{self.dtype}{self.shape}"
         return f"a Python {self.dtype}" if self.dtype else "no array"
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is an array on disk. Orbax does not save one without elements."""
+        return self.kind not in ("object", "text") and 0 not in self.shape
+
 
 def describe(x: Any) -> LeafSpec:
     """Return the spec of a leaf: an array, `ShapeDtypeStruct` or donated array."""
@@ -71,8 +82,8 @@ def describe(x: Any) -> LeafSpec:
         return LeafSpec("number", type(x).__name__) if is_number else LeafSpec("object")
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return LeafSpec("key", str(x.dtype), list(x.shape))
-    if _number_kind(x.dtype) is None:  # NumPy's strings and objects, and float0
-        return LeafSpec("object")
+    if not any(jnp.issubdtype(x.dtype, kind) for kind, _ in _NUMBERS.values()):
+        return LeafSpec("object")  # NumPy's strings and objects, and float0
     is_weak = bool(getattr(x, "weak_type", False))
     name = np.dtype(x.dtype).newbyteorder("=").name
     return LeafSpec("array", name, list(x.shape), is_weak)
@@ -98,10 +109,11 @@ def check_compatible(
     if missing or extra:
         raise ValueError(
             f"{where} and `like` differ in structure: only the checkpoint has "
-            f"{summarize(extra)}, only `like` has {summarize(missing)}."
+            f"{summarize(extra)}, only `like` has {summarize(missing)}. Restore into "
+            "what was saved, then change it."
         )
     unlike = [path for path in wanted if not _matches(saved[path], wanted[path])]
-    fixed = [path for path in unlike if not is_castable(saved[path], wanted[path])]
+    fixed = [path for path in unlike if not _is_castable(saved[path], wanted[path])]
     told = fixed or ([] if cast else unlike)
     if told:
         pairs = [f"{path} ({saved[path]}, `like` has {wanted[path]})" for path in told]
@@ -115,48 +127,90 @@ def check_compatible(
 
 def _matches(saved: LeafSpec, wanted: LeafSpec) -> bool:
     """Return whether a leaf can be restored without a cast."""
-    if saved.shape != wanted.shape or saved.dtype == wanted.dtype:
-        return saved.shape == wanted.shape
+    if saved.shape != wanted.shape or saved.kind == wanted.kind:
+        return (saved.shape, saved.dtype) == (wanted.shape, wanted.dtype)
     # A Python number matches arrays of its kind, of any width.
-    if {saved.kind, wanted.kind} != {"number", "array"}:
+    number, array = (saved, wanted) if wanted.kind == "array" else (wanted, saved)
+    if (number.kind, array.kind) != ("number", "array") or number.dtype not in _NUMBERS:
         return False
-    return _number_kind(np.dtype(saved.dtype)) == _number_kind(np.dtype(wanted.dtype))
+    return jnp.issubdtype(np.dtype(array.dtype), _NUMBERS[number.dtype][0])
 
 
-def is_castable(saved: LeafSpec, wanted: LeafSpec) -> bool:
-    """Return whether two floating arrays have the same shape and different dtypes."""
-    if not saved.kind == wanted.kind == "array" or saved.shape != wanted.shape:
-        return False
-    both = np.dtype(saved.dtype), np.dtype(wanted.dtype)
-    return both[0] != both[1] and all(map(dtypes.is_castable, both))
+def _is_castable(saved: LeafSpec, wanted: LeafSpec) -> bool:
+    """Return whether two floating arrays have the same shape."""
+    is_alike = (saved.kind, saved.shape) == ("array", wanted.shape)
+    return is_alike and saved.dtype in _FLOATS and wanted.dtype in _FLOATS
+
+
+def stored_as(leaf: LeafSpec, target: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the shape of a leaf's array on disk, and the dtypes it may have there."""
+    if leaf.kind == "key":
+        return jax.eval_shape(jax.random.key_data, target).shape, ("uint32",)
+    if leaf.kind == "number":
+        every = [dtype for _, names in _NUMBERS.values() for dtype in names]
+        return (), _NUMBERS.get(leaf.dtype, (None, tuple(every)))[1]
+    # Orbax does not support all fp8 and int4 dtypes.
+    is_small = np.dtype(leaf.dtype).kind == "V" and np.dtype(leaf.dtype).itemsize == 1
+    shape = target.shape if trees.is_array(target) else ()
+    return shape, (leaf.dtype, "uint8") if is_small else (leaf.dtype,)
+
+
+def decode(array: Any, leaf: LeafSpec, target: Any) -> Any:
+    """Return the value of a saved leaf; any exception means that it is damaged."""
+    if leaf.kind == "key":
+        key = jax.random.wrap_key_data(array, impl=leaf.impl)
+        if key.dtype != target.dtype:
+            raise ValueError(f"{leaf.impl} is not the implementation of {leaf.dtype}")
+        return key
+    if leaf.kind != "text":
+        return array
+    if not isinstance(leaf.text, str):
+        raise ValueError(f"expected a text, got {leaf.text}")
+    is_bytes = leaf.dtype == "bytes"
+    return base64.b64decode(leaf.text, validate=True) if is_bytes else leaf.text
+
+
+def to_target(
+    value: Any, saved: LeafSpec, target: Any, where: str
+) -> tuple[Any, Cast | None]:
+    """Convert a saved value to its counterpart in `like`; return it and its cast."""
+    if saved.kind in ("object", "text"):
+        return (target if saved.kind == "object" else value), None
+    if saved.kind == "number" and not trees.is_array(target):
+        return value.item(), None
+    wanted, cast = describe(target), None
+    if wanted.kind == "array" and value.dtype.name != wanted.dtype:
+        value, cast = cast_array(value, np.dtype(wanted.dtype), where)
+        cast = cast if saved.kind == "array" else None
+    if isinstance(target, np.ndarray | np.generic):
+        return (value if isinstance(target, np.ndarray) else value[()]), cast
+    if value.dtype != jax.dtypes.canonicalize_dtype(
+        value.dtype, allow_extended_dtype=True
+    ):
+        raise ValueError(
+            f"{where} is {value.dtype}, which JAX has only with jax_enable_x64: pass a "
+            "NumPy array in `like`."
+        )
+    value = jax.device_put(value, sharding_of(target))
+    is_weak = saved.weak_type if saved.kind == "array" else wanted.weak_type
+    return (compat.weakly_typed(value) if is_weak else value), cast
 
 
 def cast_array(array: Any, dtype: Any, where: str) -> tuple[Any, Cast]:
-    """Cast a floating array, a NumPy array on the host."""
+    """Cast an array to a dtype of its kind; raise if a finite number is lost."""
     xp: Any = np if isinstance(array, np.ndarray) else jnp
-    dtype = np.dtype(dtype)
     with np.errstate(all="ignore"):
         new = array.astype(dtype)
-    overflowed = xp.isfinite(array) & ~xp.isfinite(new)
-    if overflowed.any():
-        largest = float(abs(xp.where(overflowed, array, xp.zeros_like(array))).max())
+    is_inexact = jnp.issubdtype(dtype, jnp.inexact)
+    lost = xp.isfinite(array) & ~xp.isfinite(new) if is_inexact else new != array
+    if lost.any():
+        largest = float(abs(xp.where(lost, array, xp.zeros_like(array))).max())
         raise ValueError(
-            f"{where} overflows {dtype}: {int(overflowed.sum())} of {array.size} "
-            f"numbers, up to {largest:.6g}, would become inf. Use a wider dtype in "
-            "`like`."
+            f"{where} overflows {dtype}: {int(lost.sum())} of {array.size} numbers, up "
+            f"to {largest:.6g}. Use a wider dtype in `like`."
         )
     underflowed = int(((new == 0) & (array != 0)).sum())
-    return new, Cast(array.dtype, dtype, underflowed)
-
-
-def cast_number(array: np.ndarray, dtype: Any, where: str) -> np.ndarray:
-    """Convert a Python number, read as an array, to a dtype."""
-    if dtypes.is_castable(dtype):
-        return cast_array(array, dtype, where)[0]
-    try:
-        return np.asarray(array.item(), dtype)
-    except OverflowError:
-        raise ValueError(f"{where} is {array}, out of range of {dtype}.") from None
+    return new, Cast(array.dtype, np.dtype(dtype), underflowed)
 
 
 def sharding_of(target: Any) -> Any:
@@ -165,41 +219,3 @@ def sharding_of(target: Any) -> Any:
     if isinstance(target, jax.Array) and not target.committed:
         return None
     return getattr(target, "sharding", None)
-
-
-def empty_array(saved: LeafSpec, target: Any) -> Any:
-    """Return the array of a leaf without elements; None if the leaf has elements."""
-    if 0 not in saved.shape:
-        return None
-    is_key = saved.kind == "key"
-    data = jax.eval_shape(jax.random.key_data, target) if is_key else saved
-    return np.zeros(data.shape, data.dtype)
-
-
-def to_target(array: Any, saved: LeafSpec, target: Any, where: str) -> Any:
-    """Convert a restored leaf to the target: an array, a number, text or an object."""
-    if saved.kind == "object":
-        return target
-    if saved.text is not None:
-        is_bytes = saved.dtype == "bytes"
-        return base64.b64decode(saved.text) if is_bytes else saved.text
-    if not trees.is_array(target) and saved.kind == "number":
-        return array.item()
-    if isinstance(target, np.ndarray | np.generic):
-        return array if isinstance(target, np.ndarray) else array[()]
-    if array.dtype != jax.dtypes.canonicalize_dtype(array.dtype):
-        raise ValueError(
-            f"{where} is {array.dtype}, which JAX has only with jax_enable_x64: pass a "
-            "NumPy array in `like`."
-        )
-    if isinstance(array, np.ndarray):
-        array = jax.device_put(array, sharding_of(target))
-    if saved.kind == "key":
-        return jax.random.wrap_key_data(array, impl=saved.impl)
-    is_weak = saved.weak_type if saved.kind == "array" else describe(target).weak_type
-    return compat.weakly_typed(array) if is_weak else array
-
-
-def _number_kind(dtype: Any) -> Any:
-    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-    return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), None)

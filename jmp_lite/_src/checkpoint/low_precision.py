@@ -22,13 +22,14 @@ from jmp_lite._src.optimizers.low_precision_state import (
 
 def like_saved(like: Any, saved: dict[str, LeafSpec]) -> Any:
     """Return `like` with the shapes of the saved where these are of another form."""
+    arrays = {name: leaf for name, leaf in saved.items() if leaf.kind == "array"}
 
     def convert(path: Any, x: Any) -> Any:
         name, is_low = trees.key_path(path), is_compressed(x)
         prefix = f"{name}/" if name else ""
-        values, scales = saved.get(f"{prefix}values"), saved.get(f"{prefix}scales")
-        if is_low and name in saved:
-            return _abstract(saved[name], x.values)
+        values, scales = arrays.get(f"{prefix}values"), arrays.get(f"{prefix}scales")
+        if is_low and name in arrays:
+            return _abstract(arrays[name], x.values)
         if values is None or not (is_low or trees.is_castable(x)):
             return x
         if is_low and (x.scales is None) == (scales is None):
@@ -78,7 +79,9 @@ def _abstract(spec: LeafSpec, like: Any) -> Any:
 
 def _abstract_scales(spec: LeafSpec, like: Any) -> Any:
     """Return the saved scales for a target: all of them on each of its devices."""
+    numbers = jax.ShapeDtypeStruct(like.shape, jnp.float32)
+    shape = jax.eval_shape(lambda x: compress(x, "8bit"), numbers).scales.shape
     sharding = sharding_of(like)
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec())
-    return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype), sharding=sharding)

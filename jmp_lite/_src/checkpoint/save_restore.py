@@ -1,8 +1,7 @@
 """Save and restore states with Orbax.
 
-A checkpoint is a folder `<step>` with two items: `record`, JSON with the spec of each
-leaf, and `state`, a flat dict of arrays by key path. Strings and bytes are in the
-record.
+A checkpoint is a folder `<step>` with two folders: `record`, JSON with the spec of each
+leaf and with strings and bytes, and `state`, a flat dict of arrays by key path.
 
 Limits: arrays that one process can address are copied to host memory once and have a
 checksum. For an array that spans processes, each process writes and reads its own
@@ -10,21 +9,22 @@ shards, without a checksum. Other leaves are saved by the first process. Replaci
 step is not atomic on object stores, which cannot rename a folder atomically.
 """
 
-import asyncio
+import contextlib
 import os
+import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 
+from jmp_lite._src.checkpoint import arrays as on_disk
 from jmp_lite._src.checkpoint import folder as folders
 from jmp_lite._src.checkpoint import leaves, low_precision
 from jmp_lite._src.checkpoint import record as records
-from jmp_lite._src.checkpoint.checksum import crc32
-from jmp_lite._src.checkpoint.loss_scales import check_loss_scales, describe_loss_scales
+from jmp_lite._src.checkpoint.lock import on_first_process, writer_lock
 
 
 def save(
@@ -39,8 +39,9 @@ def save(
     The checkpoint is complete when this function returns. If the process is killed, the
     last complete checkpoint is unchanged. An incomplete one is never read, and the next
     `save` removes it. If `step` is already the newest, its checkpoint is replaced: a
-    skipped step changes the loss scale, but not `state.step`. Every process of a
-    `jax.distributed` program must call this function.
+    skipped step changes the loss scale, but not `state.step`. Other folders in
+    `folder` are neither counted nor removed. Every process of a `jax.distributed`
+    program must call this function.
 
     Only one program can save to a folder at a time. On object stores (`gs://`) and on
     Windows this is not enforced.
@@ -54,8 +55,10 @@ def save(
       keep: how many checkpoints to keep, at least 1.
 
     Raises:
-      ValueError: `folder`, `step` or `keep` is invalid; the folder has a later step;
-        two leaves have the same path; a Python int has more than 64 bits.
+      ValueError: `folder`, `step` or `keep` is invalid; the folder has a later step, a
+        link to one, or something else in the place of the step or the lock; two leaves
+        have the same path; a Python int has more than 64 bits.
+      OSError: the checkpoint could not be written, as on a full disk.
       RuntimeError: another program or thread is saving to the folder.
 
     Examples:
@@ -66,36 +69,46 @@ def save(
       >>> latest_step(folder)
       7
     """
-    root = folders.resolve_folder(folder)
+    root = folders.resolve_folder(folder, to_save=True)
     step = folders.step_number(getattr(state, "step", None) if step is None else step)
     if not isinstance(keep, int) or keep < 1:
         raise ValueError(f"Expected to keep at least 1 checkpoint, got keep={keep!r}.")
-    arrays, make_record = records.encode(state)
-    items: dict[str, Any] = {"record": records.RecordSave(make_record)}
-    if arrays:  # Orbax does not save an empty tree
-        items["state"] = ocp.args.PyTreeSave(arrays)
-    options = ocp.CheckpointManagerOptions(
-        preservation_policy=ocp.checkpoint_managers.LatestN(n=keep),
-        cleanup_tmp_directories=True,
-        enable_async_checkpointing=False,
-    )
-    with folders.writer_lock(root):
-        newest = max(folders.complete_steps(root), default=-1)
-        if step < newest:
-            raise ValueError(
-                f"Step {step} is older than step {newest}, the newest in {root}. Save "
-                "to another folder, or remove the later steps."
-            )
-        folders.on_first_process(lambda: folders.prepare_folder(root, step))
-        with ocp.CheckpointManager(
-            root,
-            options=options,
-            item_names=tuple(items),
-            item_handlers={"state": _arrays_handler(_NumpyHandler())},
-        ) as manager:
-            # Without force=True, Orbax may skip a save silently.
-            manager.save(step, args=ocp.args.Composite(**items), force=True)
-        folders.on_first_process(lambda: folders.recover_replaced(root))
+    arrays, record = records.encode(state)
+    place = folders.place_to_save(root, step)
+    with contextlib.ExitStack() as lock:
+
+        def begin() -> None:
+            lock.enter_context(writer_lock(root))
+            folders.prepare(root, step)
+
+        def finish() -> None:
+            records.write(place, record, dict(zip(on_host, checksums, strict=True)))
+            on_disk.Store(place / "state").check_names(records.read(place))
+            folders.commit(root, step, keep)
+            lock.close()
+
+        on_first_process(begin)
+        on_host = {path: x for path, x in arrays.items() if isinstance(x, np.ndarray)}
+        try:
+            with ThreadPoolExecutor() as threads:  # while Orbax writes
+                checksums = threads.map(on_disk.crc32, on_host.values())
+                if arrays:  # Orbax does not save an empty tree
+                    on_disk.write(place / "state", arrays)
+            on_first_process(finish)
+            return
+        except Exception as error:  # Orbax and its dependencies raise different errors
+            reason = _reason(error)
+            if code := re.search(r"os_error_code='(\d+)'", str(error)):  # tensorstore's
+                reason = os.strerror(int(code[1]))
+        # Raised here, without the exception of Orbax: 50 lines of its event loops.
+        if jax.process_count() == 1:  # others may still be writing
+            with contextlib.suppress(OSError):
+                folders.clear(root, step)
+        newest = max(folders.steps(root), default="none")
+        raise OSError(
+            f"Step {step} could not be saved in {root}: {reason}. The newest step "
+            f"there is {newest}."
+        )
 
 
 def latest_step(folder: str | os.PathLike[str]) -> int | None:
@@ -108,14 +121,14 @@ def latest_step(folder: str | os.PathLike[str]) -> int | None:
       The step, an int, or None.
 
     Raises:
-      ValueError: the folder is a file.
+      ValueError: `folder` is invalid, such as a file; it has a link to a step.
 
     Examples:
       >>> import tempfile
       >>> latest_step(tempfile.mkdtemp()) is None
       True
     """
-    return max(folders.complete_steps(folders.resolve_folder(folder)), default=None)
+    return max(folders.steps(folders.resolve_folder(folder)), default=None)
 
 
 class Restored(NamedTuple):
@@ -159,9 +172,9 @@ def restore(
       The state, its step, and the casts.
 
     Raises:
-      ValueError: there is no such checkpoint, or it is damaged; the folder is a file;
-        the structure, a shape, a dtype or the type of a loss scale differs from `like`;
-        a cast would make a finite number inf.
+      ValueError: there is no such checkpoint, or it is damaged; `folder` is invalid;
+        the structure, a shape or a dtype differs from `like`; a cast would make a
+        finite number inf.
       TypeError: `folder` is not a path; `cast` is not a bool.
 
     Examples:
@@ -183,23 +196,38 @@ def restore(
     root = folders.resolve_folder(folder)
     path, step = folders.find_step(root, step)
     where = f"Step {step} in {root}"
-    record = _read(lambda: records.read_record(path), root, step)
-    saved = {name: leaves.LeafSpec(**leaf) for name, leaf in record["leaves"].items()}
+    saved = _read(lambda: records.read(path), root, step)
     target_tree = low_precision.like_saved(like, saved) if cast else like
     targets, structure = leaves.flatten(target_tree)
     wanted = {name: leaves.describe(target) for name, target in targets.items()}
-    check_loss_scales(record["loss_scales"], describe_loss_scales(like), where)
     leaves.check_compatible(saved, wanted, where, cast=cast)
-    arrays = _read(lambda: _read_arrays(path, saved, targets), root, step)
+    store = on_disk.Store(path / "state")
+
+    def read(name: str) -> Any:
+        leaf, target = saved[name], targets[name]
+        if leaf.is_stored:
+            return store.read(name, leaf, target)
+        if leaf.kind not in ("array", "key"):
+            return None
+        shape, dtypes = leaves.stored_as(leaf, target)
+        return np.zeros(shape, dtypes[0])  # without elements
+
+    def read_all() -> dict[str, Any]:
+        with ThreadPoolExecutor() as threads:
+            arrays = dict(zip(targets, threads.map(read, targets), strict=True))
+        return {
+            name: leaves.decode(x() if callable(x) else x, saved[name], targets[name])
+            for name, x in arrays.items()
+        }
+
+    values = _read(read_all, root, step)
     casts, restored = leaves.Casts(), []
     for name, target in targets.items():
-        array = arrays.pop(name)
-        place = f"{where}: {name}"
-        if leaves.is_castable(saved[name], wanted[name]):
-            array, casts[name] = leaves.cast_array(array, target.dtype, place)
-        elif (saved[name].kind, wanted[name].kind) == ("number", "array"):
-            array = leaves.cast_number(array, target.dtype, place)
-        restored.append(leaves.to_target(array, saved[name], target, place))
+        value = values.pop(name)  # one copy of each array at a time
+        x, done = leaves.to_target(value, saved[name], target, f"{where}: {name}")
+        restored.append(x)
+        if done is not None:
+            casts[name] = done
     state = jax.tree.unflatten(structure, restored)
     if cast:
         state, converted = low_precision.convert(state, like, saved, where)
@@ -207,86 +235,23 @@ def restore(
     return Restored(state, step, casts)
 
 
-class _NumpyHandler(ocp.type_handlers.NumpyHandler):
-    """Orbax' handler of NumPy arrays, which reads all of them even if one fails.
-
-    Orbax closes its event loop at the first error. Each array that is still being read
-    then prints a traceback.
-    """
-
-    def __init__(self):
-        # By default Orbax copies NumPy arrays, for asynchronous saves. `save` blocks.
-        super().__init__(deepcopy_host_arrays=False)
-        # By names in the store; each is computed in a thread, while others are read.
-        self.checksums: dict[str, int] = {}
-
-    async def deserialize(self, infos: Any, args: Any = None) -> Any:
-        args = args or [ocp.RestoreArgs()] * len(infos)
-        reads = map(self._read, infos, args)
-        results = await asyncio.gather(*reads, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
-
-    async def _read(self, info: Any, args: Any) -> np.ndarray:
-        (array,) = await super().deserialize([info], [args])
-        self.checksums[info.name] = await asyncio.to_thread(crc32, array)
-        return array
-
-
-def _arrays_handler(numpy_handler: _NumpyHandler) -> ocp.PyTreeCheckpointHandler:
-    types = ocp.type_handlers
-    registry = types.create_type_handler_registry(
-        (np.ndarray, numpy_handler), (jax.Array, types.get_type_handler(jax.Array))
-    )
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-
-
 def _read(read: Callable[[], Any], root: epath.Path, step: int) -> Any:
     """Call `read`; if it fails, name the step and the others in the folder."""
     try:
         return read()
     except Exception as error:  # Orbax and its dependencies raise different errors
-        others = sorted(folders.complete_steps(root).keys() - {step})
+        others = sorted(folders.steps(root).keys() - {step})
         advice = "There are no other steps"
         if others:
             advice = f"Pass step= to restore another of {others}"
-        first_line = (str(error).splitlines() or [""])[0].partition(" [tensorstore_")[0]
-        reason = f"{type(error).__name__}: {first_line}"
-    # Raised here, without the exception of Orbax: 50 lines of its event loops.
+        reason = _reason(error)
+    # Raised here, without the exception of tensorstore.
     raise ValueError(
         f"Step {step} in {root} cannot be read: it is damaged, or jmp_lite did not "
         f"save it: then restore it with Orbax itself. {advice}. ({reason})"
     )
 
 
-def _read_arrays(
-    path: epath.Path, saved: dict[str, leaves.LeafSpec], targets: dict[str, Any]
-) -> dict[str, Any]:
-    stored = {name: leaf for name, leaf in saved.items() if records.is_stored(leaf)}
-    arrays = {
-        name: leaves.empty_array(leaf, targets[name]) for name, leaf in saved.items()
-    }
-    if not stored:
-        return arrays
-    args = {records.stored_name(name): _restore_args(targets[name]) for name in stored}
-    numpy_handler = _NumpyHandler()
-    with ocp.Checkpointer(_arrays_handler(numpy_handler)) as checkpointer:
-        request = ocp.args.PyTreeRestore(dict.fromkeys(args, 0), restore_args=args)
-        read = checkpointer.restore(path / "state", args=request)
-    for (name, leaf), key in zip(stored.items(), args, strict=True):
-        arrays[name] = array = read[key]
-        is_whole = isinstance(array, np.ndarray) and leaf.crc32 is not None
-        if is_whole and numpy_handler.checksums[key] != leaf.crc32:
-            raise ValueError(f"{name} does not match its checksum")
-        if leaf.kind == "array" and array.dtype != leaf.dtype:
-            arrays[name] = array.view(leaf.dtype)
-    return arrays
-
-
-def _restore_args(target: Any) -> ocp.RestoreArgs:
-    sharding = leaves.sharding_of(target)
-    if sharding is None or sharding.is_fully_addressable:
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=sharding)
+def _reason(error: Exception) -> str:
+    first_line = (str(error).splitlines() or [""])[0].partition(" [tensorstore_")[0]
+    return f"{type(error).__name__}: {first_line}"

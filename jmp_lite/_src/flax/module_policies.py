@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._src import compat, dtypes, reports, trees
+from jmp_lite._src import arguments, compat, dtypes, reports, trees
 from jmp_lite._src.autocast import half_calls
 from jmp_lite._src.policy import (
     Policy,
@@ -78,20 +78,19 @@ class ModulePolicies:
     """
 
     policy: Any  # a policy, its string or a map; stored as a `PolicyMap`
-    classes: Any = ()  # a mapping; stored as a tuple of pairs, which is hashable
+    classes: Any = ()  # a mapping or None; stored as a tuple of pairs, to be hashable
 
     def __post_init__(self):
         policy = self.policy
         if not isinstance(policy, PolicyMap):
             policy = PolicyMap(policy)
         classes = self.classes
-        pairs = tuple(classes.items()) if isinstance(classes, Mapping) else classes
-        if not isinstance(pairs, tuple) or not all(_is_class(pair) for pair in pairs):
-            raise TypeError(
-                "Expected a mapping of module classes to policies, got "
-                f"{self.classes!r}; paths go into a PolicyMap."
-            )
-        classes = tuple((cls, get_policy(policy)) for cls, policy in pairs)
+        of = "module classes to policies (paths go into a PolicyMap)"
+        if not isinstance(classes, tuple):
+            classes = tuple(arguments.mapping(classes, "classes", of).items())
+        if not all(_is_class(pair) for pair in classes):
+            raise TypeError(arguments.wrong("classes", f"a mapping of {of}", classes))
+        classes = tuple((cls, get_policy(policy)) for cls, policy in classes)
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "classes", classes)
         if others := [p for p in self._halves if p.reduce_dtype != self.reduce_dtype]:
@@ -305,10 +304,7 @@ class Explanation(reports.Report):
             "Policies of modules",
             [field.name for field in dataclasses.fields(ModuleDtypes)],
             [
-                [
-                    "\n".join(x) if isinstance(x, tuple) else x
-                    for x in vars(row).values()
-                ]
+                list(vars(row).values())
                 for row in self.rows[: None if every else reports.LINES]
             ],
         )

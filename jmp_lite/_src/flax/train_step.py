@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from jmp_lite._src import trees
+from jmp_lite._src import arguments, trees
 from jmp_lite._src.optimizers import base
 from jmp_lite._src.optimizers.scale_aware import (
-    NoLoss,
+    OfBatch,
     ScaleAwareState,
     warn_if_updates_are_lost,
 )
@@ -42,17 +42,22 @@ def update(
     """
     other_state_finite = _all_still_finite(other_state, old_other_state)
     extra = {} if value is None else {"value": value}
-    if jax.tree.leaves(other_state) and trees.find(opt_state, ScaleAwareState):
-        # A scale-aware optimiser takes either for a bad forward pass: it skips the step
-        # and keeps the loss scale.
-        extra["value"] = NoLoss(other_state_finite)
-        if value is not None:
-            extra["value"] = jax.tree.map(
-                lambda x: jnp.where(other_state_finite, x, jnp.nan), value
-            )
+    # A scale-aware optimiser takes it for a bad forward pass: it skips the step and
+    # keeps the loss scale.
+    told = trees.map_nodes(
+        lambda x: x._replace(loss_scale=OfBatch(x.loss_scale, other_state_finite)),
+        opt_state,
+        ScaleAwareState,
+    )
     tx = base.as_transformation(tx)
-    updates, new_opt_state = tx.update(grads, opt_state, params, **extra)
+    updates, new_opt_state = tx.update(grads, told, params, **extra)
+    new_opt_state = trees.map_nodes(lambda x: x.loss_scale, new_opt_state, OfBatch)
     base.check_structure(new_opt_state, opt_state, "a train state", _ADVICE)
+    if lost := set(trees.key_paths(params)) - set(trees.key_paths(updates)):
+        raise ValueError(
+            f"Expected a gradient of every parameter, got None for {sorted(lost)[:4]}. "
+            "Freeze a parameter with optax.partition and optax.set_to_zero."
+        )
     new_params = optax.apply_updates(params, updates)
     finite = jnp.array(True)
     if not _is_scale_aware(opt_state):
@@ -75,7 +80,7 @@ def update(
 
 def next_fields(state: Any, finite: jax.Array, /, **new: Any) -> dict[str, Any]:
     """Return new fields of a train state, and its step; the old ones if not finite."""
-    new["step"] = state.step + 1
+    new["step"] = optax.safe_increment(state.step)
     return trees.select_tree(finite, new, {name: getattr(state, name) for name in new})
 
 
@@ -104,10 +109,13 @@ def check_start(
     tx: Any, params: optax.Params, batch_stats: Any, decay: float | None
 ) -> None:
     base.check_transformation(tx)
+    if not hasattr(params, "__contains__"):  # flax asks whether they have fp8
+        raise TypeError(arguments.wrong("params", "a tree of arrays", params))
+    base.check_leaves(params, "parameters")
     _check_finite(params, "parameters")
     _check_finite(batch_stats, "batch statistics")
-    if decay is not None and not 0 < decay < 1:
-        raise ValueError(f"Expected ema_decay between 0 and 1, got {decay}.")
+    if decay is not None:
+        arguments.number(decay, "ema_decay", "between 0 and 1", lambda x: 0 < x < 1)
 
 
 def warn_about(params: optax.Params, opt_state: optax.OptState) -> None:

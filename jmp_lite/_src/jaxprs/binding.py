@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 
@@ -17,8 +19,15 @@ def bind(eqn: Eqn, args: Any, params: dict[str, Any] | None = None) -> list[Any]
 
 def bind_here(eqn: Eqn, args: Any, params: dict[str, Any] | None = None) -> list[Any]:
     """Run an equation as `bind` does, in the scope and source line of the caller."""
-    params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
-    outs = eqn.primitive.bind(*args, **dict(params or {}))
+    args, of_eqn = list(args), eqn.params if params is None else params
+    bound = eqn.primitive.get_bind_params(of_eqn)
+    try:
+        outs = eqn.primitive.bind(*args, **dict(bound or {}))
+    except compat.InternalFloatingPointError as error:
+        # As JAX' own `jit` does: under `jax_debug_nans`, the operation raises.
+        jaxpr = of_eqn["jaxpr"]
+        evaluate(compat.open_jaxpr(jaxpr), compat.consts_of(jaxpr), args)
+        raise FloatingPointError(str(error)) from None
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
@@ -26,6 +35,28 @@ def call(eqn: Eqn, fun: Callable[..., Any], *args: Any) -> Any:
     """Call a function in the name scope and source line of an equation."""
     user_context, manager = compat.eqn_contexts(eqn)
     with user_context, manager:
+        return fun(*args)
+
+
+def in_mesh(eqn: Eqn, fun: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in the mesh of an equation, with the types of its axes there."""
+    return _in_mesh(compat.mesh_of(eqn), fun, *args)
+
+
+def in_mesh_of(x: Any, fun: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in the mesh in which an array was made, as `in_mesh` does.
+
+    What reads it may be in another: `reshard`, at the ends of `auto_axes`.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    mesh = here if here.empty else jax.typeof(x).sharding.mesh
+    return _in_mesh(mesh, fun, *args)
+
+
+def _in_mesh(mesh: Any, fun: Callable[..., Any], *args: Any) -> Any:
+    if mesh.empty or mesh == jax.sharding.get_abstract_mesh():
+        return fun(*args)
+    with jax.sharding.use_abstract_mesh(mesh):
         return fun(*args)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, total
 from jmp_lite._src.jaxprs.primitives import CHECKPOINTS, FOLLOWED, ON_HOST, Fact, facts
 
 
@@ -116,7 +116,7 @@ def trips(eqn: Eqn, ins: Sequence[int | None]) -> int | None:
     known, among `ins` or in the jaxpr, and change by a known number.
     """
     if eqn.primitive.name != "while":
-        return eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        return total([eqn.params["length"]]) if eqn.primitive.name == "scan" else 1
     counters = _counters(eqn, ins)
     if counters is None:
         return None
@@ -255,7 +255,8 @@ def scan_as(eqn: Eqn, body: Callable[..., Any], carry: Any, xs: Any) -> Any:
     scan = functools.partial(
         jax.lax.scan,
         body,
-        length=params["length"],
+        # A symbolic length is that of what is scanned, and may not be given.
+        length=None if jax.tree.leaves(xs) else params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
         _split_transpose=params.get("_split_transpose", False),

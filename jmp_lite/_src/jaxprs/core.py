@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from jmp_lite._src import compat, dtypes
 
@@ -29,18 +30,26 @@ def variables(operands: Iterable[Any]) -> Iterator[Var]:
     return (v for v in operands if not compat.is_literal(v))
 
 
+def dtype_of(var: Var) -> Any:
+    """Return the dtype of a value; None of a token or a ref, which is no value.
+
+    What is read of a `jax.Ref` is a value. The ref itself is not cast or kept.
+    """
+    return None if compat.is_ref(var.aval) else getattr(var.aval, "dtype", None)
+
+
 def is_f32(var: Var) -> bool:
-    return getattr(var.aval, "dtype", None) == F32
+    return dtype_of(var) == F32
 
 
 def is_float(var: Var) -> bool:
     """Return whether a variable is floating or complex."""
-    dtype = getattr(var.aval, "dtype", None)
+    dtype = dtype_of(var)
     return dtype is not None and _is_inexact(dtype)
 
 
 def is_bool(var: Var) -> bool:
-    return getattr(var.aval, "dtype", None) == _BOOL
+    return dtype_of(var) == _BOOL
 
 
 @functools.cache
@@ -48,12 +57,38 @@ def _is_inexact(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+# What a symbolic dimension counts as, of a function that `jax.export` traces.
+_MANY = 4096
+
+
+def total(dimensions: Iterable[Any]) -> int:
+    """Return the product of some dimensions, to compare it with others.
+
+    A symbolic one counts as many, within the bounds that are known of it: a sum over it
+    is long, and what is broadcast along it is smaller. Whatever is decided by this must
+    be right for every size. What must be known of a size is asked of `compat.bounds`.
+    """
+    dimensions = tuple(dimensions)
+    product = math.prod(dimensions)
+    return product if type(product) is int else math.prod(map(_count, dimensions))
+
+
+def _count(dimension: Any) -> int:
+    least, largest = compat.bounds(dimension)
+    return int(min(max(compat.evaluate(dimension, _MANY), least, 0), largest))
+
+
+def has_symbol(dimensions: Iterable[Any]) -> bool:
+    """Return whether one of some dimensions is symbolic."""
+    return any(map(export.is_symbolic_dim, dimensions))
+
+
 def size(var: Var) -> int:
-    return math.prod(getattr(var.aval, "shape", ()))
+    return total(getattr(var.aval, "shape", ()))
 
 
 def is_half(var: Var) -> bool:
-    return dtypes.is_half(getattr(var.aval, "dtype", None))
+    return dtypes.is_half(dtype_of(var))
 
 
 def map_jaxprs(eqn: Eqn, fun: Callable[[Jaxpr], Jaxpr]) -> Eqn:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jmp_lite._src import compat
-from jmp_lite._src.jaxprs import control_flow
+from jmp_lite._src.jaxprs import binding, control_flow
 from jmp_lite._src.jaxprs.core import Jaxpr, Var
 from jmp_lite._src.jaxprs.sites import count_sites
 
@@ -95,7 +95,10 @@ class Interpreter:
             ins = [read(v) for v in stretch.invars]
             now = moment._replace(eqn_count=eqn_count)
             if stretch.is_opened:
-                outs, eqn_count = self.run_bodies(stretch, site, ins, now)
+                args = stretch, site, ins, now
+                outs, eqn_count = binding.in_mesh(
+                    stretch.eqns[0], self.run_bodies, *args
+                )
             else:
                 outs, eqn_count = self.run_stretch(stretch, site, ins, now, read)
             env.update(zip(stretch.outvars, outs, strict=True))

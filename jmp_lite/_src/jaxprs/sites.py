@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import jax.numpy as jnp
 
-from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
+from jmp_lite._src.jaxprs import control_flow, core, name_scopes, sources
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 from jmp_lite._src.jaxprs.derivatives import derivatives
 from jmp_lite._src.jaxprs.primitives import LOOPS
@@ -61,7 +61,7 @@ def site_of(eqn: Eqn, around: Site = _TOP) -> Site:
     """Return the site of an equation in the call, loop or branch around it."""
     stack = name_scopes.of(eqn)
     is_backward = name_scopes.is_backward(stack, around.direction == "backward")
-    dtypes = [v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")]
+    dtypes = [d for d in map(core.dtype_of, eqn.outvars) if d is not None]
     floating = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
     return dataclasses.replace(
         around,

@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jmp_lite._src import compat, trees
 from jmp_lite._src.jaxprs.core import ClosedJaxpr
 
 
@@ -27,10 +29,12 @@ def trace(
     args: Sequence[Any],
     kwargs: dict[str, Any] | None = None,
     as_f32: Sequence[bool] | None = None,
+    without_refs: bool = False,
 ) -> Traced:
     """Trace a function; arguments that are no arrays reach it as they are.
 
-    Per leaf, `as_f32` says whether it is traced as if it were float32.
+    Per leaf, `as_f32` says whether it is traced as if it were float32. A function
+    `without_refs` computes with what is in its refs, and writes into none.
     """
     leaves, tree = jax.tree.flatten((args, kwargs or {}))
     dynamic = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
@@ -42,8 +46,10 @@ def trace(
         nonlocal out_tree
         args, kwargs = fill(tree, leaves, dynamic, jax.tree.leaves((args, kwargs)))
         outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-        static_outs.update({i: x for i, x in enumerate(outs) if not is_traceable(x)})
-        return [x for x in outs if is_traceable(x)]
+        is_array = [is_traceable(x) and not _is_shape(x) for x in outs]
+        static = (i for i, is_one in enumerate(is_array) if not is_one)
+        static_outs.update({i: _without_tracer(outs[i]) for i in static})
+        return list(itertools.compress(outs, is_array))
 
     avals: list[Any] = [None] * len(leaves)  # None is no leaf: it is left out
     for i in dynamic:
@@ -52,6 +58,8 @@ def trace(
         avals[i] = aval.update(dtype=np.dtype(np.float32)) if to_f32 else aval
     arg_avals, kwarg_avals = jax.tree.unflatten(tree, avals)
     closed = jax.make_jaxpr(traced)(*arg_avals, **kwarg_avals)
+    if without_refs:
+        closed = compat.without_refs(closed)
     count = len(closed.out_avals) + len(static_outs)
     out_indices = [i for i in range(count) if i not in static_outs]
 
@@ -60,6 +68,8 @@ def trace(
         return jax.tree.unflatten(out_tree, [merged[i] for i in range(count)])
 
     args = [leaves[i] for i in dynamic]
+    if without_refs:
+        args = [x[...] if isinstance(x, jax.Ref) else x for x in args]
     return Traced(closed, args, dynamic, out_indices, restore)
 
 
@@ -73,5 +83,18 @@ def fill(
 
 def is_traceable(x: Any) -> bool:
     """Return whether an argument is traced; others reach the function as they are."""
-    is_array = isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
-    return is_array and x.dtype != jax.dtypes.float0 and x.dtype != object
+    is_array = isinstance(x, jax.Ref) or trees.is_array(x)
+    return is_array and x.dtype != jax.dtypes.float0
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _without_tracer(x: Any) -> Any:
+    """Return what a function returns beside arrays: of a float0, which is 0, no tracer.
+
+    JAX has them as gradients of integers and bools.
+    """
+    is_float0 = isinstance(x, jax.Array) and x.dtype == jax.dtypes.float0
+    return np.zeros(x.shape, x.dtype) if is_float0 else x

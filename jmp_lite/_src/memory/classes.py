@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._src import compat, trees
+from jmp_lite._src import arguments, compat, trees
 
 PARAMETERS, STATE, BATCH = "parameters", "optimiser state", "batch"
 OTHER = "other state"
@@ -36,12 +36,9 @@ _FIELDS = {
 
 
 def check_classes(classes: Mapping[Any, str] | None) -> None:
-    for name, value in (classes or {}).items():
-        if value not in CLASSES:
-            raise ValueError(
-                f"Expected a class of {', '.join(map(repr, CLASSES))} for the argument "
-                f"{name!r}, got {value!r}."
-            )
+    given = arguments.mapping(classes, "classes", "arguments to what they are")
+    for name, value in given.items():
+        arguments.one_of(value, f"the class of the argument {name!r}", CLASSES)
 
 
 def classes_of_leaves(

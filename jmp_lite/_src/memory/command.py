@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jmp_lite._src import extras
+from jmp_lite._src import extras, reports
 from jmp_lite._src.memory.devices import DEVICES
 from jmp_lite._src.memory.step import of_step
 
@@ -111,11 +111,13 @@ def load(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 def _progress(text: str) -> contextlib.AbstractContextManager[Any]:
     """Show on stderr what goes on, if that is a terminal."""
+    text = reports.printable(text)
     if sys.stderr.isatty():
         try:
             with extras.needed("numerics"):
                 from rich.console import Console
-            return Console(stderr=True).status(f"{text} ...")
+                from rich.text import Text
+            return Console(stderr=True).status(Text(f"{text} ..."))
         except ModuleNotFoundError:
             print(f"{text} ...", file=sys.stderr, flush=True)
     return contextlib.nullcontext()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp_lite._src import extras, reports
+from jmp_lite._src import arguments, extras, reports
 from jmp_lite._src.memory import classes, step
 
 # Okabe and Ito's palette, for colour-blind readers.
@@ -53,7 +53,8 @@ class Comparison(reports.Report):
 
     def beaten_by(self, name: str) -> list[str]:
         """Return which steps need less memory than one, and move no more bytes."""
-        (row,) = (row for row in self.rows if row.name == name)
+        rows = {row.name: row for row in self.rows}
+        row = rows[arguments.one_of(name, "name", (*rows,))]
         return [other.name for other in self.rows if other.beats(row)]
 
     def plot(self, path: str | Path | None = None) -> Any:
@@ -74,16 +75,20 @@ class Comparison(reports.Report):
         height = 1.2 + 0.35 * len(self.rows)
         figure = Figure(figsize=(8, height), layout="constrained")
         axes = figure.add_subplot()
-        steps, left = [row.name for row in self.rows], np.zeros(len(self.rows))
+        places, left = range(len(self.rows)), np.zeros(len(self.rows))
         for name, colour in _COLOURS.items():
             sizes = np.array([row.report.by_class.get(name, 0) for row in self.rows])
-            axes.barh(steps, sizes / 2**30, left=left, color=colour, label=name)
+            axes.barh(places, sizes / 2**30, left=left, color=colour, label=name)
             left = left + sizes / 2**30
         limit = next((row.report.limit for row in self.rows if row.report.limit), None)
         if limit is not None:
             axes.axvline(limit / 2**30, color="black", linestyle="--")
+        names = [reports.printable(row.name) for row in self.rows]
+        axes.set_yticks(places, names, parse_math=False)
         axes.invert_yaxis()
-        axes.set_xlabel(f"GiB at the peak, {self.rows[0].report.device}")
+        axes.set_xlabel(
+            f"GiB at the peak, {self.rows[0].report.device}", parse_math=False
+        )
         axes.legend(fontsize="small", ncols=2)
         if path is not None:
             figure.savefig(path)
@@ -161,12 +166,8 @@ def compare(
       >>> sorted(row.name for row in found.rows)
       ['bfloat16', 'float32']
     """
-    if not isinstance(steps, Mapping):
-        raise TypeError(
-            "Expected a dict of steps to compare, {name: (step, args)}, got "
-            f"{type(steps).__name__}. For one step, use memory.of_step."
-        )
-    if not steps:
+    of = "names to steps, {name: (step, args)} (for one step: memory.of_step)"
+    if not arguments.mapping(steps, "steps", of):
         raise ValueError("Expected at least one step to compare.")
     rows = []
     options = {"donate_argnums": donate_argnums, "devices": devices, "fits": fits}

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jmp_lite._src import compat, extras
+from jmp_lite._src import arguments, compat, extras
 
 # What XLA's compiler wants to know of a card: NVIDIA's data sheets have it.
 _GPU = """
@@ -185,11 +185,7 @@ DEVICES = {
 
 def find(device: str) -> Device:
     """Return a device of `DEVICES`; raise if there is none."""
-    if device not in DEVICES:
-        raise ValueError(
-            f"Expected a device of {', '.join(DEVICES)}, or None for this machine; got "
-            f"{device!r}."
-        )
+    arguments.one_of(device, "device", (*DEVICES,), "Or None: for this machine.")
     return DEVICES[device]
 
 
@@ -217,7 +213,7 @@ def mesh(device: str, **axes: int) -> Mesh:
     """
     find(device)
     axes = axes or {"data": 1}
-    count = math.prod(axes.values())
+    count = math.prod(arguments.count(size, name) for name, size in axes.items())
     with _ONE_THREAD:
         found = _devices(device, 4 if count <= 4 else 8)
     if len(found) < count:

@@ -25,7 +25,7 @@ from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.memory import hlo
 
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _BODIES = re.compile(
     r"(?:body|condition|to_apply|true_computation|false_computation)=%?([\w.-]+)"
     r"|branch_computations=\{([^}]*)\}"
@@ -84,18 +84,18 @@ def at_peak(text: str) -> list[Live]:
 
 
 def place(op_name: str) -> tuple[str, str]:
-    r"""Return the layer and the operation of which an instruction is.
+    """Return the layer and the operation of which an instruction is.
 
     Of a copy of an argument they are its name, and `""`.
 
     Examples:
       >>> place("jit(step)/transpose(jvp(decoder))/layer_0/jit(relu)/max")
       ('decoder/layer_0', 'max')
-      >>> place(r"params[\'w\']")
+      >>> place("params['w']")
       ("params['w']", '')
     """
     if not _TRACED.match(op_name):
-        return op_name.replace("\\", ""), ""
+        return op_name, ""
     *path, operation = _JIT.sub("", op_name).split("/")
     kept = "/".join(part for part in path if part and not _INNER.fullmatch(part))
     return name_scopes.without_marks(name_scopes.clean(kept)), operation
@@ -112,10 +112,16 @@ def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
         sources = [*_CALLS.findall(x.line), *x.operands[:1]]
         known = (op_names[y] for y in sources if op_names.get(y))
         found = _OP_NAME.search(x.line)
-        op_names[x.name] = found[1] if found else next(known, "")
+        op_names[x.name] = _unescaped(found[1]) if found else next(known, "")
         op_names[x.computation] = op_names[x.name] or op_names.get(x.computation, "")
         computations[x.computation].append((x, op_names[x.name]))
     return computations, entry
+
+
+def _unescaped(name: str) -> str:
+    """Return a name that XLA writes with the escapes of C, of bytes of UTF-8."""
+    text = name.encode().decode("unicode_escape")
+    return text.encode("latin-1").decode(errors="replace")
 
 
 def _peak(

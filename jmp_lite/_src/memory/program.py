@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmp_lite._src import compat, trees
+from jmp_lite._src import arguments, compat, trees
 from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs import control_flow
 from jmp_lite._src.memory import devices
@@ -49,7 +49,7 @@ def build(
     name = getattr(step, "__name__", repr(step))
     try:
         inspect.signature(step).bind(*args, **kwargs)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # some functions of C have no signature
         raise TypeError(
             f"{name}: {error}. Call of_step({name})(...) with the arguments of {name}, "
             "or with their shapes (jax.ShapeDtypeStruct)."
@@ -85,8 +85,8 @@ def build(
 
 def _mesh_for(device: str | None, count: int | None, args: Any) -> Mesh | None:
     """Return the mesh to compile for; None to leave arguments where they are."""
-    if count is not None and (not isinstance(count, int) or count < 1):
-        raise ValueError(f"Expected a positive number of devices, got {count!r}.")
+    if count is not None:
+        count = arguments.count(count, "devices")
     meshes = {x.mesh for x in _shardings(args) if x.mesh.size > 1}
     shapes = {tuple(mesh.shape.items()) for mesh in meshes}
     if len(shapes) > 1:
@@ -148,14 +148,15 @@ def _trace(
             (args, kwargs),
             is_leaf=lambda x: x is None,
         )
-        result = step(*args, **kwargs)
-        return [x for x in jax.tree.leaves(result) if trees.is_array(x)]
+        made = step(*args, **kwargs)
+        result = jax.tree.map(_shape_of, made)
+        return [x for x in jax.tree.leaves(made) if trees.is_array(x)]
 
     args, kwargs = jax.tree.map(
         lambda x: x if trees.is_array(x) else None, (args, kwargs)
     )
     jitted = jax.jit(of_arrays, donate_argnums=donate_argnums)
-    return jitted.trace(*args, **kwargs), jax.tree.map(_shape_of, result)
+    return jitted.trace(*args, **kwargs), result
 
 
 def _shape_of(x: Any) -> Any:

@@ -181,7 +181,8 @@ def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
 
         def of_arrays(arrays):
             args, kwargs = tracing.fill(tree, leaves, arrays, arrays.values())
-            return of_any(*args, **kwargs)
+            results = jax.tree.leaves(of_any(*args, **kwargs))
+            return list(filter(tracing.is_traceable, results))
 
         return jax.tree.leaves(jax.vjp(of_arrays, arrays)[1])
 

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 
 import jax
 
-from jmp_lite._src import compat, fp8, reports, trees
+from jmp_lite._src import arguments, compat, fp8, reports, trees
 from jmp_lite._src.autocast.transform import check_function
 from jmp_lite._src.memory import classes as roles
 from jmp_lite._src.memory import devices as targets
@@ -161,7 +161,7 @@ class StepReport(reports.Report):
         if loops := self.counts["loops_counted_once"]:
             notes.append(f"{loops} loops, whose trips are not known, count once")
         return reports.Table(
-            f"{self.verdict}\nin memory at the peak:",
+            (self.verdict, "in memory at the peak:"),
             ("class", "layer", "op", "dtype", "×", "size", "share"),
             [
                 (*cells, size(n), reports.percent(n / peak))
@@ -229,12 +229,14 @@ def of_step(
     """
     check_function(step, "of_step")
     roles.check_classes(classes)
+    arguments.positions(donate_argnums, "donate_argnums", least=0)
     limit = None if fits is None else parse_bytes(fits)
     if device is not None:
         targets.find(device)
 
     def measure(*args: P.args, **kwargs: P.kwargs) -> StepReport:
-        with warnings.catch_warnings():
+        # Under `jax.disable_jit`, too, it is the program that `jit` compiles.
+        with warnings.catch_warnings(), jax.disable_jit(False):
             if device is not None:  # what is slow here need not be slow there
                 warnings.filterwarnings("ignore", module=fp8.__name__)
             built = program.build(step, args, kwargs, device, devices, donate_argnums)

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from jmp_lite._src import dtypes, reports
+from jmp_lite._src import arguments, dtypes, reports
 from jmp_lite._src.autocast import transform
 from jmp_lite._src.autocast.options import resolve_rules
-from jmp_lite._src.gradients import split_aux
+from jmp_lite._src.gradients import check_arguments, split_aux
 from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from jmp_lite._src.numerics import half_results
 from jmp_lite._src.numerics.dry_run import Measured, measure
@@ -135,13 +135,12 @@ class Advice(reports.Report):
             **{name: tuple(map(tuple, fields[name])) for name in by_layer},
         )
 
-    def __str__(self) -> str:
-        """Return the reasons and the code."""
+    def _text(self):
         reasons = [f"# {reason}" for reason in self.reasons]
         shown = reasons[: reports.LINES]
         if more := len(reasons) - len(shown):
             shown.append(f"# and {more} more reasons: .reasons")
-        return "\n".join([*shown, self.code()])
+        return [*shown, *self.code().split("\n")]
 
     def _table(self, every):
         rules: Sequence[Any] = [("", self.policy)]
@@ -151,7 +150,7 @@ class Advice(reports.Report):
             f"advice: loss scale {self.loss_scale.loss_scale:g}",
             ("pattern", "policy"),
             [(pattern, str(policy)) for pattern, policy in rules],
-            caption="\n".join(self.reasons[: None if every else reports.LINES]),
+            caption=self.reasons[: None if every else reports.LINES],
         )
 
 
@@ -216,8 +215,9 @@ def advise(
     """
     transform.check_function(loss_fn, "advise", policy)
     start, dtype = transform.check_policy(policy, "advise")
-    if not headroom >= 1:
-        raise ValueError(f"Expected a headroom of at least 1, got {headroom!r}.")
+    headroom = arguments.number(headroom, "headroom", "at least 1", lambda x: x >= 1)
+    arguments.flag(has_aux, "has_aux")
+    arguments.positions(argnums, "argnums")
     if not isinstance(previous, Advice | None):
         raise TypeError(f"Expected an Advice as previous, got {previous!r}.")
 
@@ -453,6 +453,7 @@ def _scaled_step(loss_fn: Any, argnums: Any, has_aux: bool, scale: float) -> Any
     def step(*args, **kwargs):
         # The functions of an equinox model are no variables: trees without leaves.
         held = jax.tree.map(lambda x: Partial(x) if callable(x) else x, args)
+        check_arguments(held, argnums)
         return jax.value_and_grad(scaled, argnums, has_aux=True)(*held, **kwargs)
 
     return step

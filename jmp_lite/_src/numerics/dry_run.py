@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jmp_lite._src.autocast import transform
-from jmp_lite._src.autocast.options import OpRules, resolve_rules
 from jmp_lite._src.autocast.emit import Emitter
+from jmp_lite._src.autocast.options import OpRules, resolve_rules
 from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.jaxprs.sites import sites
 from jmp_lite._src.numerics import reference
@@ -110,7 +110,7 @@ def measure(
 
     with sources.lines_of_rules():
         planned = transform.plan_call(
-            fun, policy, compute_dtype, rules, *args_and_kwargs
+            fun, policy, compute_dtype, rules, *args_and_kwargs, without_refs=True
         )
     plan, arrays = planned.plan, planned.traced.args
     warning = reference.check_is_float32(plan.jaxpr, caller)

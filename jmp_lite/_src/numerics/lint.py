@@ -13,27 +13,31 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from jmp_lite._src import reports
+from jmp_lite._src import arguments, reports
 from jmp_lite._src.autocast import transform
 from jmp_lite._src.autocast.options import Regions
-from jmp_lite._src.numerics.hazards import accuracy, constants, loss_scaling, speed
-from jmp_lite._src.numerics.hazards.dataflow import Op, list_ops
-from jmp_lite._src.numerics.hazards.ranges import Ranges
+from jmp_lite._src.jaxprs import name_scopes
+from jmp_lite._src.numerics.hazards import accuracy, constants, speed, train_steps
+from jmp_lite._src.numerics.hazards.graph import Value
+from jmp_lite._src.numerics.hazards.opening import list_values
 from jmp_lite._src.numerics.hazards.rule import (
-    LintedProgram,
+    Program,
     Rule,
     Severity,
     policy_path,
 )
-from jmp_lite._src.numerics.hazards.scalings import Scalings
 from jmp_lite._src.policy import Policy, PolicyMap, policies_of
 
-RULES = (
-    *loss_scaling.RULES,
-    *constants.RULES,
-    *accuracy.RULES,
-    *constants.POSITIONS,
-    *speed.RULES,
+RULES = tuple(
+    x
+    for module in (train_steps, constants, accuracy, speed)
+    for x in vars(module).values()
+    if isinstance(x, Rule)
+)
+
+_IN_AUTOCAST = (
+    "Autocast leaves in half what is: begin the function with params = "
+    "jmp_lite.cast_to_full(params), and leave out casts to half."
 )
 
 
@@ -68,7 +72,7 @@ class Finding:
     def __str__(self) -> str:
         """Return one line, in the format of compilers."""
         layer = f" ({self.layer})" if self.layer else ""
-        return (
+        return reports.printable(
             f"{self.line or '?'}: {self.severity}: {self.rule}: {self.primitive}: "
             f"{self.what}{layer}{_times(self)}. {self.why} {self.fix}"
         )
@@ -82,8 +86,8 @@ class LintReport(reports.Report):
 
     Attributes:
       findings: errors first, then warnings, then those of speed.
-      f32_flops_share: the share of matrix-product FLOPs, 0 to 1, that are in float32
-        though the policy has them in half.
+      f32_flops_share: the share of matrix-product FLOPs, 0 to 1, that are in float32,
+        or float64, though the policy has them in half.
     """
 
     findings: tuple[Finding, ...]
@@ -92,30 +96,25 @@ class LintReport(reports.Report):
     def __len__(self) -> int:
         return len(self.findings)
 
-    def __str__(self) -> str:
-        """Return a line per finding, as compilers have them; at most 40."""
+    def _text(self):
+        # A line per finding, as compilers have them.
         lines = [str(found) for found in self.findings[: reports.LINES - 1]]
         if more := len(self) - len(lines):
             lines.append(f"and {more} more findings: .table(every=True)")
-        return "\n".join(lines) or "no findings"
+        return lines or "no findings"
 
     def _table(self, every):
-        findings = self.findings if every else self.findings[: reports.LINES]
+        def row(found: Finding) -> tuple[str, ...]:
+            what = f"{found.primitive}: {found.what}{_times(found)}"
+            place = found.layer, reports.short_line(found.line)
+            why = f"{found.why} {found.fix}"
+            return found.severity, found.rule, *place, what, why
+
         return reports.Table(
             f"lint: {len(self)} findings, {self.f32_flops_share:.1%} of "
             "matrix-product FLOPs left in float32",
             ("", "rule", "layer", "line", "what", "why, and how to repair it"),
-            [
-                (
-                    found.severity,
-                    found.rule,
-                    found.layer,
-                    reports.short_line(found.line),
-                    f"{found.primitive}: {found.what}{_times(found)}",
-                    f"{found.why} {found.fix}",
-                )
-                for found in findings
-            ],
+            list(map(row, self.findings[: None if every else reports.LINES])),
             show_lines=True,
         )
 
@@ -170,29 +169,25 @@ def lint(
     policy, _ = transform.check_policy(policy, "lint")
     if target is None:
         target = "tpu" if jax.local_devices()[0].platform == "tpu" else "gpu"
-    if target not in ("gpu", "tpu"):
-        raise ValueError(f"Expected target='gpu' or 'tpu', got {target!r}.")
+    arguments.one_of(target, "target", ("gpu", "tpu"))
 
     def linted(*args: Any, **kwargs: Any) -> LintReport:
         with warnings.catch_warnings():
             # The report says where a constant overflows; NumPy only that one does.
             warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
-            ops = list_ops(fun, args, kwargs, target)
+            values = list_values(fun, args, kwargs, target)
         regions = Regions(policy)
-        regions.fit(map(policy_path, ops))
-        ranges = Ranges(ops)
-        program = LintedProgram(ops, ranges, Scalings(ops, ranges), regions, target)
-        findings = _find(program)
-        left, total = speed.flops_in_f32(program)
-        share = sum(left.values()) / total if total else 0.0
-        for op in ops:
-            program.is_low(op)
+        regions.fit(map(policy_path, values))
+        program = Program(values, regions, target)
+        share = sum(program.left.values()) / max(program.total, 1)
+        for value in values:  # so that the policy knows each path
+            program.region_of(value)
         remedy = (
             " If with_policy gave nnx modules this map, pass its default here: "
             f"{str(policies_of(policy)[0])!r}."
         )
         regions.check_unused(transform.name_of(fun), remedy)
-        return LintReport(tuple(findings), share)
+        return LintReport(tuple(_find(program)), share)
 
     return linted
 
@@ -201,28 +196,33 @@ def _times(found: Finding) -> str:
     return f" ×{found.times}" if found.times > 1 else ""
 
 
-def _find(program: LintedProgram) -> list[Finding]:
+def _find(program: Program) -> list[Finding]:
     """Return the findings, equal ones of a line as one, sorted by severity."""
-    alike: dict[Any, tuple[Rule, list[Op]]] = {}
+    alike: dict[Any, tuple[Rule, list[Value]]] = {}
     for rule in RULES:
-        for op, what in rule.find(program):
-            key = rule.name, op.line or op.layer, op.name, what
-            alike.setdefault(key, (rule, []))[1].append(op)
-    findings = [
-        Finding(
-            rule=rule.name,
-            layer=functools.reduce(_common, (op.layer for op in ops)),
-            line=ops[0].line,
-            primitive=ops[0].name,
-            what=what,
-            why=rule.why,
-            fix=rule.fix,
-            times=len(ops),
-            severity=rule.severity,
-        )
-        for (*_, what), (rule, ops) in alike.items()
-    ]
-    return sorted(findings, key=lambda found: get_args(Severity).index(found.severity))
+        for value, what in rule.hits(program):
+            key = rule.name, value.line or value.path, value.name, what
+            alike.setdefault(key, (rule, []))[1].append(value)
+    found = [_finding(rule, key[-1], of) for key, (rule, of) in alike.items()]
+    return sorted(found, key=lambda found: get_args(Severity).index(found.severity))
+
+
+def _finding(rule: Rule, what: str, values: list[Value]) -> Finding:
+    layers = (name_scopes.without_marks(value.path) for value in values)
+    severity = rule.severity_of(values[0])
+    in_autocast = all(value.is_in(name_scopes.AUTOCAST) for value in values)
+    is_advised = severity != "speed" and "jmp_lite.autocast" in rule.fix
+    return Finding(
+        rule=rule.name,
+        layer=functools.reduce(_common, layers),
+        line=values[0].line,
+        primitive=values[0].name,
+        what=what,
+        why=rule.why,
+        fix=_IN_AUTOCAST if in_autocast and is_advised else rule.fix,
+        times=len(values),
+        severity=severity,
+    )
 
 
 def _common(layer: str, other: str) -> str:

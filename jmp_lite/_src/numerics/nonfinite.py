@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import compat, reports, trees
+from jmp_lite._src import arguments, compat, reports, trees
 from jmp_lite._src.autocast.transform import refuse_modules
 from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
@@ -57,8 +57,7 @@ class NonFinite(reports.Report):
     operands: tuple[tuple[float, float], ...]
     by_constant: bool = False
 
-    def __str__(self) -> str:
-        """Return one sentence for people."""
+    def _text(self):
         if self.primitive == "argument":
             return (
                 f"A number that is not finite came in with the argument {self.layer}."
@@ -132,8 +131,7 @@ def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
     References:
       torch's anomaly mode; Hugging Face's DebugUnderflowOverflow.
     """
-    if not callable(fun):
-        raise TypeError(f"Expected a function to watch, got {fun!r}.")
+    arguments.function(fun, "watch")
 
     def run(*args, **kwargs) -> NonFinite | None:
         check_has_values(
@@ -175,8 +173,7 @@ def track_nonfinite(
       >>> tracker.report().primitive
       'div'
     """
-    if not callable(fun):
-        raise TypeError(f"Expected a function to watch, got {fun!r}.")
+    arguments.function(fun, "watch")
 
     def watched(*args, **kwargs):
         traced = _trace(fun, args, kwargs)
@@ -239,8 +236,9 @@ class NonFiniteTracker:
 
 def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     refuse_modules((args, kwargs), "A function to watch")
+    jax.tree.map(trees.with_value, (args, kwargs))
     with sources.lines_of_rules():
-        return trace(fun, args, kwargs)
+        return trace(fun, args, kwargs, without_refs=True)
 
 
 def tracker_of(traced: Traced, origin: Any, args_and_kwargs: Any) -> NonFiniteTracker:

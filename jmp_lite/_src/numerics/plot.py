@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite._src import extras
-from jmp_lite._src.numerics.stats import EXPONENTS, check_dtype
+from jmp_lite._src import dtypes, extras, reports
+from jmp_lite._src.numerics.stats import EXPONENTS
 
 with extras.needed("numerics"):
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ def plot_histograms(named: Mapping[str, Any], dtype: DTypeLike) -> Figure:
     height is the logarithm of the share of the layer's non-zero numbers. Each layer is
     an object with a `histogram` `[96]`, such as a `ValueStats`.
     """
-    dtype = check_dtype(dtype)
+    dtype = dtypes.parse_dtype(dtype)
     if without := [name for name, stats in named.items() if stats.histogram is None]:
         raise ValueError(
             f"Expected a histogram of every layer, got none of {without}: count with "
@@ -125,7 +125,8 @@ def _make_figure(rows: Sequence[str], *, width: float) -> tuple[Figure, Axes]:
     size = (width + 0.075 * longest, 1.2 + 0.3 * max(len(rows), 3))
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
-    axes.set_yticks(range(len(rows)), rows, fontsize=9)
+    names = list(map(reports.printable, rows))
+    axes.set_yticks(range(len(rows)), names, fontsize=9, parse_math=False)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(left=False)
     return figure, axes

@@ -4,7 +4,7 @@ import dataclasses
 import operator
 from typing import Any
 
-from jmp_lite._src import reports
+from jmp_lite._src import arguments, reports
 
 # The fields that are fractions of all numbers, as `ValueStats` has their counts.
 SHARES = ("nonfinite", "zero", "subnormal", "underflow", "overflow")
@@ -143,6 +143,7 @@ class DryRunReport(reports.Report):
 
     def worst(self, count: int = 10) -> tuple[OpStats, ...]:
         """Return the operations with the largest `badness`, worst first."""
+        count = arguments.count(count, "count", least=0)
         return tuple(sorted(self.rows, key=_BADNESS, reverse=True)[:count])
 
     def layers(self, depth: int | None = None) -> tuple[OpStats, ...]:
@@ -151,6 +152,8 @@ class DryRunReport(reports.Report):
         Args:
           depth: how many parts of a path count as the layer; None for all.
         """
+        if depth is not None:
+            depth = arguments.count(depth, "depth", least=0)
         groups: dict[tuple[str, str], list[OpStats]] = {}
         for row in self.rows:
             layer = "/".join(row.layer.split("/")[:depth])
@@ -235,12 +238,12 @@ def _merged(layer: str, rows: list[OpStats]) -> OpStats:
 def place(layer: str, primitive: str, line: str) -> str:
     """Return an operation, its layer and its line as text, without what it lacks."""
     where = f" in {layer}" if layer else ""
-    return f"{primitive}{where}{f' at {line}' if line else ''}"
+    return reports.printable(f"{primitive}{where}{f' at {line}' if line else ''}")
 
 
-def _cells(row: OpStats) -> tuple[str, ...]:
+def _cells(row: OpStats) -> tuple[reports.Lines, ...]:
     return (
-        f"{row.title}\n  {row.primitive}, {reports.short_line(row.line)}",
+        (row.title, f"  {row.primitive}, {reports.short_line(row.line)}"),
         reports.short_dtype(row.dtype),
         f"{row.max_abs:.1e}",
         *(reports.percent(x) if x else "" for x in (row.overflow, row.underflow)),

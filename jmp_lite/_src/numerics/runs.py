@@ -82,15 +82,16 @@ class Run(Interpreter):
         shadows = [None if is_shared else c.shadow for c, is_shared in pairs]
         inputs = [c.value for c in cells], shadows
         key = id(stretch), shared, layout(inputs)
-        if key not in self._compiled:
-            same = self.shadow.kind, structure_of(stretch, self.shadow), *key[1:]
-            if same not in self._programs:
-                self._programs[same] = CompiledStretch(
-                    stretch, self.shadow, shared, inputs
-                )
-            self._compiled[key] = self._programs[same]
-        compiled = self._compiled[key]
-        arrays = [*jax.tree.leaves(inputs), *compiled.call(*inputs)]
+        with jax.disable_jit(False):  # under which nothing is compiled
+            if key not in self._compiled:
+                same = self.shadow.kind, structure_of(stretch, self.shadow), *key[1:]
+                if same not in self._programs:
+                    self._programs[same] = CompiledStretch(
+                        stretch, self.shadow, shared, inputs
+                    )
+                self._compiled[key] = self._programs[same]
+            compiled = self._compiled[key]
+            arrays = [*jax.tree.leaves(inputs), *compiled.call(*inputs)]
         tags = [c.tag for c in cells]
 
         @functools.cache

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jmp_lite._src import dtypes
+from jmp_lite._src import arguments, dtypes
 
 # All of float16 fits, and so do the gradients of real models.
 EXPONENTS = range(-64, 32)
@@ -88,10 +88,12 @@ def value_stats(
       Micikevicius et al., Mixed Precision Training, 2018
       (https://arxiv.org/abs/1710.03740), figures 2 and 3: histograms of exponents.
     """
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(f"Expected an array of floats, got {x.dtype}{list(x.shape)}.")
-    return measure(x, check_dtype(dtype), histogram)
+    array = arguments.array(x)
+    if array is None or not jnp.issubdtype(array.dtype, jnp.inexact):
+        got = repr(x) if array is None else f"{array.dtype}{list(array.shape)}"
+        raise TypeError(f"Expected an array of floats, got {got}.")
+    arguments.flag(histogram, "histogram")
+    return measure(array, dtypes.parse_dtype(dtype), bool(histogram))
 
 
 def empty(*, histogram: bool = False) -> ValueStats:
@@ -107,6 +109,7 @@ def empty(*, histogram: bool = False) -> ValueStats:
       >>> empty().min_abs.item()
       inf
     """
+    arguments.flag(histogram, "histogram")
     zero = jnp.zeros((), jnp.float32)
     return ValueStats(
         *[zero] * 7,
@@ -125,12 +128,18 @@ def merge(a: ValueStats, b: ValueStats) -> ValueStats:
     Returns:
       The statistics, without a histogram if one of the two has none.
 
+    Raises:
+      TypeError: one of the two is no `ValueStats`.
+
     Examples:
       >>> x = jnp.array([0.5, 8.0])
       >>> both = merge(value_stats(x, "f16"), value_stats(-2 * x, "f16"))
       >>> both.size.item(), both.min_abs.item(), both.max_abs.item()
       (4.0, 0.5, 16.0)
     """
+    for stats in (a, b):
+        if not isinstance(stats, ValueStats):
+            raise TypeError(f"Expected two ValueStats to merge, got {stats!r}.")
     if a.histogram is None or b.histogram is None:
         a, b = a._replace(histogram=None), b._replace(histogram=None)
     return merge_stacked(jax.tree.map(lambda x, y: jnp.stack([x, y]), a, b))
@@ -208,16 +217,6 @@ def merge_on_host(a: ValueStats, b: ValueStats) -> ValueStats:
         min_abs=min(a.min_abs, b.min_abs),
         histogram=a.histogram + b.histogram,
     )
-
-
-def check_dtype(dtype: DTypeLike) -> Any:
-    """Return a dtype as `jnp.float16`; raise if arrays are not cast to it."""
-    parsed = dtypes.parse_dtype(dtype)
-    if not dtypes.is_castable(np.dtype(parsed)):
-        raise ValueError(
-            f"Expected a dtype {dtypes.known_names()}, got {dtypes.dtype_name(parsed)}."
-        )
-    return parsed
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

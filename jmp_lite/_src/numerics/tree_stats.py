@@ -13,7 +13,6 @@ from jmp_lite._src import dtypes, reports, trees
 from jmp_lite._src.numerics.stats import (
     EXPONENTS,
     ValueStats,
-    check_dtype,
     empty,
     merge_stacked,
     value_stats,
@@ -66,11 +65,11 @@ class TreeStats(reports.Report):
             for i, path in enumerate(self.paths)
         }
 
-    def __str__(self) -> str:
-        """Return the table, if these are concrete and of one step."""
+    def _text(self):
+        # The table, if these are concrete and of one step.
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(self.stats))
         is_shown = not is_traced and self.stats.size.ndim == 1
-        return super().__str__() if is_shown else repr(self)
+        return super()._text() if is_shown else repr(self).split("\n")
 
     def _table(self, every):
         numbers = ("size", *_SHARES.values(), "log2|x|")
@@ -118,7 +117,7 @@ class TreeStats(reports.Report):
         if stats.histogram is not None:  # JSON does not say the shape of []
             shape = (*stats.size.shape, len(EXPONENTS))
             stats = stats._replace(histogram=stats.histogram.reshape(shape))
-        return cls(stats, tuple(fields["paths"]), check_dtype(fields["dtype"]))
+        return cls(stats, tuple(fields["paths"]), dtypes.parse_dtype(fields["dtype"]))
 
 
 def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = False) -> TreeStats:
@@ -147,7 +146,7 @@ def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = False) -> TreeS
         for path, leaf in jax.tree.leaves_with_path(tree)
         if trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
-    dtype = check_dtype(dtype)
+    dtype = dtypes.parse_dtype(dtype)
     rows = [value_stats(leaf, dtype, histogram=histogram) for _, leaf in leaves]
     stacked = jax.tree.map(
         lambda one, *xs: jnp.stack(xs) if xs else jnp.zeros((0, *one.shape), one.dtype),

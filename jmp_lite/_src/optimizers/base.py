@@ -10,6 +10,7 @@
 
 import dataclasses
 import inspect
+import traceback
 from typing import Any, cast
 
 import jax
@@ -17,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_lite._src import dtypes, trees
+from jmp_lite._src import arguments, dtypes, trees
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     """Return an inner optimiser as a transformation that takes extra arguments.
 
-    The loss `value` is only passed to one that takes it by name or as `**kwargs`.
+    The loss `value` is only passed to one that takes it by name or as `**kwargs`. If an
+    update fails, the error says how gradients differ from what the state is for.
     """
     check_transformation(inner)
     if isinstance(inner, optax.MultiSteps):
@@ -31,14 +33,69 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
         update = cast(Any, inner.update)  # its annotation only accepts MultiStepsState
         inner = optax.GradientTransformationExtraArgs(inner.init, update)
     inner = optax.with_extra_args_support(inner)
-    if _takes_value(inner.update):
-        return inner
-    inner_update = inner.update
+    inner_update, takes_value = inner.update, _takes_value(inner.update)
 
-    def update_fn(updates, state, params=None, *, value=None, **extra):
-        return inner_update(updates, state, params, **extra)
+    def init_fn(params):
+        if params is None:
+            raise ValueError("Expected parameters: call init(params), got None.")
+        try:
+            return inner.init(params)
+        except (OverflowError, TypeError, ValueError):
+            check_leaves(params, "parameters", functions=False)
+            raise
 
-    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+    def update_fn(updates, state, params=None, **extra):
+        if not takes_value:
+            extra.pop("value", None)
+        try:
+            new_updates, new_state = inner_update(updates, state, params, **extra)
+        except (OverflowError, TypeError, ValueError) as error:
+            if _is_ours(error):
+                raise
+            check_leaves(updates, "gradients")
+            if not (why := _why_unlike(updates, state, params)):
+                raise
+            raise ValueError(f"{_LIKE_PARAMS}: {why}.") from error
+        if why := _other_shape(new_updates, params):
+            raise ValueError(f"{_LIKE_PARAMS}: an update of {why}.")
+        return new_updates, new_state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+_LIKE_PARAMS = "Expected gradients like the parameters that `init` was given"
+
+
+def _why_unlike(grads: Any, state: Any, params: Any) -> str:
+    """Return how gradients differ from parameters, or from each part of a state."""
+
+    def shapes(tree):
+        return jax.tree.structure(tree), tuple(map(np.shape, jax.tree.leaves(tree)))
+
+    structure, _ = own = shapes(grads)
+    parts = jax.tree.leaves(state, is_leaf=lambda x: jax.tree.structure(x) == structure)
+    has_arrays = any(np.ndim(x) for x in jax.tree.leaves(state))
+    if why := _other_shape(grads, params):
+        return why
+    if not has_arrays or own in map(shapes, parts):
+        return ""
+    paths = trees.key_paths(grads)[:4]
+    return f"no part of the optimiser's state has their shapes and structure, {paths}…"
+
+
+def _other_shape(tree: Any, params: Any) -> str:
+    """Return which leaf has another shape than the parameter at its path, or ""."""
+    expected = {path: np.shape(x) for path, x in jax.tree.leaves_with_path(params)}
+    for path, x in jax.tree.leaves_with_path(tree):
+        if np.shape(x) != expected.get(path, np.shape(x)):
+            where = f" at {trees.key_path(path)!r}" if path else ""
+            return f"shape {np.shape(x)}{where}, not {expected[path]}"
+    return ""
+
+
+def _is_ours(error: Exception) -> bool:
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals["__name__"].startswith("jmp_lite.")
 
 
 def check_transformation(tx: Any) -> None:
@@ -65,7 +122,7 @@ def _takes_value(update: Any) -> bool:
 def strongly_typed(x: Any) -> Any:
     """Return a number or array as a strongly typed array; other leaves unchanged."""
     if isinstance(x, bool | int | float | complex):
-        x = jnp.asarray(x)
+        x = arguments.array(x)
     # A key array is a jax.Array, but has no weak_type.
     if not isinstance(x, jax.Array) or not getattr(x, "weak_type", False):
         return x
@@ -120,6 +177,8 @@ def check_gradients(grads: optax.Updates, params: optax.Params | None) -> None:
     A gradient that is None matches anything: unfiltered equinox models have functions
     and integers there.
     """
+    if grads is None:
+        raise ValueError("Expected gradients, got None.")
     if params is None:
         return
     if not isinstance(grads, optax.LookaheadParams):
@@ -130,6 +189,26 @@ def check_gradients(grads: optax.Updates, params: optax.Params | None) -> None:
         raise ValueError(
             f"Expected gradients and parameters of the same structure: {difference}."
         )
+
+
+def check_params(params: Any, stored: Any) -> None:
+    """Raise unless parameters are like those that a state has stored."""
+    names = "the parameters", "the state"
+    difference = trees.first_difference(params, stored, names)
+    difference = difference or _other_shape(params, stored)
+    if difference:
+        raise ValueError(
+            f"Expected parameters like those that the state is of: {difference}."
+        )
+
+
+def check_leaves(tree: Any, what: str, functions: bool = True) -> None:
+    """Raise unless each leaf is an array, a number, or a function if these may be."""
+    for path, x in jax.tree.leaves_with_path(tree):
+        is_number = trees.is_array(x) or arguments.array(x) is not None
+        if not is_number and not (functions and callable(x)):
+            where = f" at {trees.key_path(path)!r}" if path else ""
+            raise TypeError(f"Expected arrays as {what}, got {x!r}{where}.")
 
 
 def fast_params(params: Any) -> Any:
@@ -184,6 +263,7 @@ def check_update(
     check_state(state, kind, owner)
     if params is None:
         raise ValueError("Expected parameters: call update(grads, state, params).")
+    jax.tree.map(trees.with_value, params)
     seen = _dtypes_of(params)
     known, inner_state = seen, state.inner_state
     if isinstance(inner_state, Told):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_lite._src import compat, policy, trees
+from jmp_lite._src import arguments, compat, policy, trees
 from jmp_lite._src.optimizers import base, blocks, moments, rounding
 from jmp_lite._src.optimizers.master_weights import with_remainders
 from jmp_lite._src.optimizers.scale_aware import ScaleAwareState, update_in_float32
@@ -161,7 +161,8 @@ def low_precision_state(
       2024, section 3.3.3 (https://arxiv.org/abs/2412.19437), moments in bfloat16.
     """
     inner = base.as_transformation(inner)
-    choice = _Choice(_parse_dtype(dtype), _parse_rules(rules), max(min_size, 1))
+    least = max(arguments.count(min_size, "min_size", least=0), 1)
+    choice = _Choice(_parse_dtype(dtype), _parse_rules(rules), least)
     if key is not None:
         base.check_key(key)
 
@@ -189,6 +190,7 @@ def low_precision_state(
 
     def update_fn(updates, state, params=None, **extra):
         base.check_state(state, LowPrecisionState, "low_precision_state(...)")
+        base.check_gradients(updates, params)
         choice.check(state, _Shapes(updates if params is None else params))
         old = trees.map_nodes(
             LowPrecisionArray.to_float32, state.inner_state, LowPrecisionArray
@@ -356,11 +358,7 @@ def _parse_dtype(dtype: Any) -> str:
 
 
 def _parse_rules(rules: Any) -> tuple[tuple[str, str | None], ...]:
-    rules = {} if rules is None else rules
-    if not isinstance(rules, Mapping):
-        raise TypeError(
-            f"Expected a mapping of patterns to dtypes or None, got {rules!r}."
-        )
+    rules = arguments.mapping(rules, "rules", "patterns to dtypes or None")
     return tuple(
         (policy.check_pattern(pattern), None if d is None else _parse_dtype(d))
         for pattern, d in rules.items()

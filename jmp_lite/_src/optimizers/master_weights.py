@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jmp_lite._src import compat, dtypes, trees
+from jmp_lite._src import arguments, compat, dtypes, trees
 from jmp_lite._src.optimizers import base, remainder, rounding
 
 
@@ -111,8 +111,7 @@ def master_weights(
       and its DistributedFusedAdam with `store_param_remainders`.
     """
     inner = base.as_transformation(inner)
-    if storage not in ("float32", "remainder"):
-        raise ValueError(f'Expected storage "float32" or "remainder", got {storage!r}.')
+    arguments.one_of(storage, "storage", ("float32", "remainder"))
     kind, owner = MasterWeightsState, "master_weights(...)"
     if storage == "remainder":
         kind, owner = MasterRemaindersState, 'master_weights(..., storage="remainder")'
@@ -165,6 +164,7 @@ def master_weights(
             return stored if u is None else _remainder_after(p, m, u)
 
         _, stored = state
+        base.check_params(params, stored)
         masters = base.map_with_none(master, stored, params)
         # A parameter stored in float32 is its own master.
         full_params = base.map_with_none(

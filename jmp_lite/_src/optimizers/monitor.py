@@ -6,10 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
 
-from jmp_lite._src import trees
+from jmp_lite._src import arguments, trees
 from jmp_lite._src.loss_scale import get_loss_scale
 from jmp_lite._src.optimizers.scale_aware import ScaleAwareState
 
@@ -61,6 +60,7 @@ def loss_scale_metrics(
       >>> loss_scale_metrics(state, grads=grads, host=True)["grad_norm"]
       0.5
     """
+    arguments.flag(host, "host")
     states = _find_states(opt_state)
     metrics = {
         # asarray unwraps the Variable in which nnx.Optimizer stores each array.
@@ -80,8 +80,7 @@ def loss_scale_metrics(
                 f"{list(states)}: pass the part of the state whose gradients they are."
             )
         unscaled = trees.cast_at_least_float32(get_loss_scale(opt_state).unscale(grads))
-        floating = [x for x in jax.tree.leaves(unscaled) if trees.is_inexact(x)]
-        metrics["grad_norm"] = jnp.asarray(optax.tree.norm(floating), jnp.float32)
+        metrics["grad_norm"] = trees.norm(unscaled)
     if not host:
         return metrics
     if any(isinstance(x, Tracer) for x in metrics.values()):
@@ -128,11 +127,7 @@ def check_skipped_steps(
       DeepSpeed and fairseq raise at the minimum scale; PyTorch has a request for it
       (pytorch#40497).
     """
-    if max_consecutive_skips < 1:
-        raise ValueError(
-            f"Expected max_consecutive_skips to be at least 1, got "
-            f"{max_consecutive_skips}."
-        )
+    arguments.count(max_consecutive_skips, "max_consecutive_skips")
     for path, state in _find_states(opt_state).items():
         if isinstance(state.consecutive_skips, Tracer):
             raise TypeError(

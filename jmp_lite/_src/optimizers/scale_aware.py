@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_lite._src import dtypes, trees
+from jmp_lite._src import arguments, dtypes, trees
 from jmp_lite._src.loss_scale import DynamicLossScale, LossScale, check_loss_scale
 from jmp_lite._src.optimizers import base
 from jmp_lite._src.optimizers.master_weights import (
@@ -38,10 +38,15 @@ _UNSCALED_TWICE = (
 )
 
 
-class NoLoss(NamedTuple):
-    """The `value` of a step without a loss, by whether other results are finite."""
+class OfBatch(NamedTuple):
+    """What stands for a loss scale during an update that knows of the batch.
 
-    is_good_batch: jax.Array  # bool []
+    Transformations around `scale_aware` pass its state through, while all of them are
+    given a `value`.
+    """
+
+    loss_scale: Any  # a LossScale
+    is_good: jax.Array  # bool [], whether other results than gradients are finite
 
 
 class ScaleAwareState(NamedTuple):
@@ -163,6 +168,7 @@ def scale_aware(
     if loss_scale is None:
         loss_scale = DynamicLossScale()
     check_loss_scale(loss_scale)
+    arguments.flag(skip_nonfinite, "skip_nonfinite")
 
     def init_fn(params: optax.Params) -> ScaleAwareState:
         inner_state = inner.init(trees.cast_at_least_float32(params))
@@ -185,22 +191,24 @@ def scale_aware(
         base.check_state(state, ScaleAwareState, "scale_aware(...)")
         base.check_gradients(updates, params)
         warn_if_updates_are_lost(params, state.inner_state)  # a step may cast them
+        loss_scale, value_finite = state.loss_scale, jnp.array(True)
+        if isinstance(loss_scale, OfBatch):
+            loss_scale, value_finite = loss_scale
         # Checked after unscaling, because dividing by a scale below 1 can overflow.
         # XLA fuses the multiplication into both uses, so no copy is kept.
         # A NoOpLossScale leaves half gradients in half.
-        grads = trees.cast_at_least_float32(state.loss_scale.unscale(updates))
-        value_finite = jnp.array(True)
-        if isinstance(value, NoLoss):
-            value_finite, value = value.is_good_batch, None
+        grads = trees.cast_at_least_float32(loss_scale.unscale(updates))
         if value is not None:
-            if not trees.is_array(value) and not isinstance(value, bool | int | float):
+            is_pair = isinstance(value, list | tuple)
+            array = None if is_pair else arguments.array(value)
+            if array is None:
                 raise TypeError(
                     "Expected value to be the unscaled loss, a number, got "
                     f"{value!r}. With has_aux=True, take it out of the pair: "
                     "(loss, aux), grads = ..."
                 )
-            value = trees.cast_at_least_float32(jnp.asarray(value))
-            value_finite = trees.all_finite(value)
+            value = trees.cast_at_least_float32(array)
+            value_finite = value_finite & trees.all_finite(value)
         finite = trees.all_finite(grads) & value_finite
         if axis_name is not None:
             finite, value_finite = _all_devices(finite, value_finite, axis_name)
@@ -218,15 +226,20 @@ def scale_aware(
             new_updates = _where(finite, new_updates, complex(-0.0, -0.0))
             inner_state = trees.select_tree(finite, inner_state, old)
 
-        adjusted = state.loss_scale.adjust(finite)
+        adjusted = loss_scale.adjust(finite)
+        next_scale = trees.select_tree(value_finite, adjusted, loss_scale)
+        if isinstance(state.loss_scale, OfBatch):
+            next_scale = state.loss_scale._replace(loss_scale=next_scale)
+        skips = optax.safe_increment(state.consecutive_skips)
+        skipped_steps = optax.safe_increment(state.skipped_steps)
         return new_updates, ScaleAwareState(
             inner_state=inner_state,
-            loss_scale=trees.select_tree(value_finite, adjusted, state.loss_scale),
+            loss_scale=next_scale,
             # Reads the last one, so that a step can donate it: on an H100, each of the
             # small steps that had a result in a new buffer was slow.
             last_finite=finite | (state.last_finite & False),
-            skipped_steps=state.skipped_steps + (~finite).astype(jnp.int32),
-            consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
+            skipped_steps=jnp.where(finite, state.skipped_steps, skipped_steps),
+            consecutive_skips=jnp.where(finite, 0, skips),
         )
 
     return ScaleAwareTransformation(init_fn, update_fn)
@@ -354,7 +367,14 @@ def _all_devices(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> 
     # shard_map tracks the axes over which a value varies, and psum requires all or none
     # of its axes among them. Adding 0 * index makes it all; XLA removes the addition,
     # and makes one sum of both.
-    none = 0 * jax.lax.axis_index(axis_name)
+    try:
+        none = 0 * jax.lax.axis_index(axis_name)
+    except (NameError, TypeError):
+        raise ValueError(
+            f"scale_aware(axis_name={axis_name!r}) was updated where no such axis name "
+            "is bound: call update in the pmap or shard_map that has it, and leave "
+            "axis_name out under jit."
+        ) from None
     failures = [(~x).astype(jnp.int32) + none for x in (finite, value_finite)]
     return [total == 0 for total in jax.lax.psum(failures, axis_name)]
 

@@ -91,7 +91,7 @@ def with_policy(
             f"Expected an unbound module, got a bound {type(module).__name__}: call "
             "with_policy on the outermost module, outside of init and apply."
         )
-    return PolicyModule(module, ModulePolicies(policy, classes or ()))
+    return PolicyModule(module, ModulePolicies(policy, classes))
 
 
 @dataclasses.dataclass(frozen=True)

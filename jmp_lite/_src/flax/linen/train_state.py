@@ -10,7 +10,7 @@ from flax import struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
-from jmp_lite._src import trees
+from jmp_lite._src import arguments, trees
 from jmp_lite._src.flax import train_step
 
 
@@ -80,7 +80,8 @@ class TrainState(train_state.TrainState):
           **kwargs: other fields.
 
         Raises:
-          TypeError: `tx` is not an optax transformation; there is a `dynamic_scale`.
+          TypeError: `tx` is not an optax transformation; there is a `dynamic_scale`;
+            `params` is no tree, `update_on_skip` no tuple.
           ValueError: parameters or batch statistics are not finite; `ema_decay` is not
             in (0, 1); `update_on_skip` has a name that is not a field.
         """
@@ -93,7 +94,12 @@ class TrainState(train_state.TrainState):
         train_step.check_start(tx, params, kwargs.get("batch_stats"), ema_decay)
         kwargs.setdefault("ema", train_step.init_ema(params, ema_decay))
         fields = {field.name for field in dataclasses.fields(cls)}
-        if unknown := [n for n in kwargs.get("update_on_skip", ()) if n not in fields]:
+        names = kwargs.get("update_on_skip", ())
+        is_list = isinstance(names, tuple | list)
+        if not is_list or not all(isinstance(name, str) for name in names):
+            raise TypeError(arguments.wrong("update_on_skip", "names of fields", names))
+        kwargs["update_on_skip"] = tuple(names)  # a list could not be hashed
+        if unknown := [name for name in names if name not in fields]:
             raise ValueError(
                 f"update_on_skip names {unknown}, expected some of {sorted(fields)}. A "
                 "subclass adds a field: give it a default, batches: Any = None."

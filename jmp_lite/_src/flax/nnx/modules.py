@@ -85,7 +85,7 @@ def with_policy(
     """
     if not isinstance(model, nnx.Module):
         raise module_policies.not_a_module("an nnx", model)
-    policies = ModulePolicies(policy, classes or ())
+    policies = ModulePolicies(policy, classes)
     has_policy = isinstance(model, PolicyModule)
     model = _without_policy(model) if has_policy else nnx.clone(model)
     modules = _modules(model)

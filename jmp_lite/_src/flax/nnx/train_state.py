@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jmp_lite._src import trees
-from jmp_lite._src.flax import train_step
+from jmp_lite._src import arguments, trees
+from jmp_lite._src.flax import module_policies, train_step
+from jmp_lite._src.optimizers import base
 from jmp_lite._src.optimizers.low_precision_state import into_variables
 
 
@@ -89,7 +90,7 @@ class TrainState:
             in (0, 1).
         """
         if not isinstance(model, nnx.Module):
-            raise TypeError(f"Expected an nnx module, got {model!r}.")
+            raise module_policies.not_a_module("an nnx", model)
         try:
             nnx.filterlib.to_predicate(update_on_skip)
         except (TypeError, ValueError):
@@ -120,11 +121,14 @@ class TrainState:
     def model(self, params: Any = None) -> Any:
         """Return the model with `params`, such as `ema`; by default with its own."""
         params = self.params if params is None else params
+        base.check_params(params, self.params)
         # Copied: a call that changes variables must not change this state.
         return nnx.merge(self.graphdef, params, self.other_state, copy=True)
 
     def other_state_of(self, model: nnx.Module) -> Any:
         """Return all state of a model but its parameters, as `other_state` holds it."""
+        if not isinstance(model, nnx.Module):
+            raise module_policies.not_a_module("an nnx", model)
         return nnx.state(model, nnx.Not(nnx.Param))
 
     def apply_gradients(
@@ -141,11 +145,15 @@ class TrainState:
 
         Raises:
           ValueError: `grads` or `other_state` has another structure, shape or dtype.
+          TypeError: `other_state` is not an `nnx.State`.
 
         Warns:
           UserWarning: there are batch statistics, and no new state.
         """
         was_given = other_state is not None
+        if not isinstance(other_state, nnx.State | None):
+            expected = "an nnx.State, as other_state_of(model) returns it"
+            raise TypeError(arguments.wrong("other_state", expected, other_state))
         other_state = other_state if was_given else self.other_state
         # State that a skipped step updates too does not decide if it is skipped.
         always = self.update_on_skip

@@ -1,72 +1,70 @@
 """Operations that need float32: softmax, squares, logarithms, sums, losses."""
 
+import functools
 import math
-from typing import Any
 
-import jax.numpy as jnp
-
-from jmp_lite._src.autocast import products
+from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.primitives import Fact
-from jmp_lite._src.numerics.hazards import dataflow
-from jmp_lite._src.numerics.hazards.dataflow import JOIN, Op, Value
-from jmp_lite._src.numerics.hazards.ranges import exact_integers, scalar
-from jmp_lite._src.numerics.hazards.rule import IN_F32, Hits, LintedProgram, Rules
+from jmp_lite._src.numerics.hazards import graph
+from jmp_lite._src.numerics.hazards.graph import Value
+from jmp_lite._src.numerics.hazards.ranges import exact_integers
+from jmp_lite._src.numerics.hazards.rule import Program, rule
 
 # A residual stream over fewer layers may be in half.
 _MANY_STEPS = 100
-_SUM_IN_F32 = "Sum in float32: preferred_element_type=jnp.float32."
 
-RULES = Rules()
+_warning_in_half = functools.partial(rule, severity="warning", in_half=True)
 
 
-@RULES.warning(
+@_warning_in_half(
     "softmax-in-half",
-    "Small probabilities are lost, and each has 3 digits at most.",
-    "jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype), or jmp_lite.autocast.",
+    why="Small probabilities are lost, and each has 3 digits at most.",
+    fix="jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype), or jmp_lite.autocast.",
+    of=Fact.EXPONENTIAL,
 )
-def _softmaxes(program: LintedProgram) -> Hits:
-    for op in program.having(Fact.EXPONENTIAL):
-        if op.outs[0].is_half and _sums_of(program, op):
-            yield op, f"the exponentials of a softmax are {op.outs[0].dtype}"
+def _softmax(value: Value, _: Program) -> str | None:
+    if _is_summed(value):
+        return f"the exponentials of a softmax are {value.dtype}"
 
 
-def _sums_of(program: LintedProgram, op: Op) -> list[Op]:
-    """Return the sums over a result, which may be scaled, masked or cast before."""
-
-    def passes(op: Op, value: Value) -> list[Value]:
-        is_negation = op.facts & Fact.LINEAR and len(op.ins) == 1
-        if is_negation or value in op.cases:
-            return op.outs
-        if op.factors and op.ins.count(value) == 1:
-            known = program.ranges.of(op.ins[op.ins[0] is value])
-            return op.outs if known is not None and known.is_all else []
-        return dataflow.cast_or_moved(op, value)
-
-    return [
-        reader
-        for reader, _ in dataflow.readers(op.outs[0], passes)
-        if reader is not None and reader.facts & Fact.SUMS
-    ]
+def _is_summed(value: Value) -> bool:
+    return any(use.facts & Fact.SUMS for use, _ in graph.readers(value, _scales))
 
 
-def _squares(program: LintedProgram, dtype: Any) -> Hits:
-    for op in program.having(Fact.ARITHMETIC):
-        is_square = sum(op.degrees) in (2.0, 4.0) and op.ins[0] is op.ins[-1]
-        if is_square and op.outs[0].dtype == dtype and _sums_of(program, op):
-            yield op, f"squares are {op.outs[0].dtype} before they are summed"
+def _scales(use: Value, value: Value) -> bool:
+    """Return whether the one is the other, perhaps scaled, masked or cast."""
+    if use.factors and use.ins.count(value) == 1:
+        known = use.ins[use.ins[0] is value].range
+        return known is not None and known.is_all
+    is_negation = use.facts & Fact.LINEAR and len(use.ins) == 1
+    return bool(is_negation) or value in use.cases or graph.casts(use, value)
 
 
-def _products_of_one_array(program: LintedProgram, dtype: Any) -> Hits:
-    for op in program.named("dot_general"):
-        is_square = op.ins[0].is_half and _is_sum_of_squares(op)
-        if is_square and op.outs[0].dtype == dtype:
-            yield op, f"a sum of squares is {op.outs[0].dtype}"
+@rule(
+    "squares-in-half",
+    "error",
+    "In float16 a square overflows from 256 on and is 0 below 2e-4, even if the sum is "
+    "in float32; in bfloat16 it has 2 digits, and E[x²] - E[x]² cancels them.",
+    "Compute squares and sums in float32: x.astype(jnp.float32) before, or "
+    "preferred_element_type=jnp.float32 in a product, or jmp_lite.autocast.",
+    of=Fact.ARITHMETIC | Fact.PRODUCT,
+    in_half=True,
+    in_bfloat16="warning",
+)
+def _square(value: Value, _: Program) -> str | None:
+    if not value.ins[0].is_half:
+        return None
+    if value.name == "dot_general" and _is_sum_of_squares(value):
+        return f"a sum of squares is {value.dtype}"
+    is_square = sum(value.degrees) in (2.0, 4.0) and value.ins[0] is value.ins[-1]
+    if value.facts & Fact.ARITHMETIC and is_square and _is_summed(value):
+        return f"squares are {value.dtype} before they are summed"
 
 
-def _is_sum_of_squares(op: Op) -> bool:
-    """Return whether a product multiplies each number of an array with itself."""
-    (left, right), (batch, other) = op.eqn.params["dimension_numbers"]
-    lhs, rhs = op.ins
+def _is_sum_of_squares(product: Value) -> bool:
+    """Return whether it multiplies each number of an array with itself."""
+    (left, right), (batch, other) = product.eqn.params["dimension_numbers"]
+    lhs, rhs = product.ins
     return (
         _reshaped_from(lhs) is _reshaped_from(rhs)
         and lhs.shape == rhs.shape
@@ -76,135 +74,103 @@ def _is_sum_of_squares(op: Op) -> bool:
 
 
 def _reshaped_from(value: Value) -> Value:
-    while (op := value.maker) is not None:
-        # Its results have the numbers of the operands, in the same order.
-        pairs = zip(op.ins, op.outs, strict=False)
-        is_whole = all(math.prod(x.shape) == math.prod(y.shape) for x, y in pairs)
-        if not is_whole or not (op.is_cast or op.facts & Fact.IN_ORDER):
+    """Return the value of which another has the numbers, in the same order."""
+    while value.is_cast or value.facts & Fact.IN_ORDER:
+        if math.prod(value.shape) != math.prod(value.ins[0].shape):
             break
-        value = op.ins[op.outs.index(value)]
+        value = value.ins[0]
     return value
 
 
-RULES.error(
-    "squares-in-half",
-    "A square overflows from 256 on and is 0 below 2e-4, even if the sum is in "
-    "float32.",
-    IN_F32,
-)(lambda program: _squares(program, jnp.float16))
-RULES.warning(
-    "squares-in-half",
-    "Each square is rounded to 2 or 3 digits; E[x²] - E[x]² cancels them.",
-    IN_F32,
-)(lambda program: _squares(program, jnp.bfloat16))
-RULES.error(
-    "squares-in-half",
-    "The sum overflows above 65504: 256 numbers of 16 suffice.",
-    _SUM_IN_F32,
-)(lambda program: _products_of_one_array(program, jnp.float16))
-RULES.warning(
-    "squares-in-half",
-    "The sum is rounded to 2 or 3 digits; E[x²] - E[x]² cancels them.",
-    _SUM_IN_F32,
-)(lambda program: _products_of_one_array(program, jnp.bfloat16))
-
-
-@RULES.warning(
+@_warning_in_half(
     "log-in-half",
-    "It has few digits near 1, and is -inf where its operand underflowed.",
-    "Use jax.nn.log_softmax or logsumexp of float32 logits.",
+    why="It has few digits near 1, and is -inf where its operand underflowed.",
+    fix="jax.nn.log_softmax or logsumexp of float32 logits, or jmp_lite.autocast.",
+    of=Fact.LOGARITHM,
 )
-def _logarithms(program: LintedProgram) -> Hits:
+def _logarithm(value: Value, _: Program) -> str | None:
+    total = graph.uncast(value.ins[0])
+    # Before it is kept positive.
+    while total.facts & (Fact.LINEAR | Fact.LIMITS) or total.degrees == (1.0,):
+        unknown = [x for x in total.ins if x.number is None]
+        total = graph.uncast((unknown or total.ins)[0])
+    terms = total.ins if total.facts & Fact.SUMS else ()
+    summed = graph.behind(terms, lambda use: [x for x in use.ins if _scales(use, x)])
     # The rule for softmax covers the logarithm of its sum.
-    sums = {
-        id(total)
-        for exp in program.having(Fact.EXPONENTIAL)
-        if exp.outs[0].is_half
-        for total in _sums_of(program, exp)
-    }
-    for op in program.having(Fact.LOGARITHM):
-        source = _origin_of_guarded(op.ins[0])
-        if op.outs[0].is_half and id(source.maker) not in sums:
-            yield op, f"a logarithm in {op.outs[0].dtype}"
+    if not any(x.is_half and x.facts & Fact.EXPONENTIAL for x in summed):
+        return f"a logarithm in {value.dtype}"
 
 
-def _origin_of_guarded(value: Value) -> Value:
-    """Return the origin of a value, before casts and before it is kept positive."""
-    value = dataflow.origin(value)
-    while (op := value.maker) is not None:
-        is_guard = op.facts & (Fact.LINEAR | Fact.LIMITS) or op.degrees == (1.0,)
-        if not op.is_cast and not is_guard:
-            break
-        unknown = [v for v in op.ins if scalar(v) is None]
-        value = dataflow.origin(unknown[0] if unknown else op.ins[0])
-    return value
-
-
-@RULES.warning(
+@_warning_in_half(
     "loss-in-half",
-    "Its changes between steps are rounded away; float16 overflows above 65504.",
-    "Cast the operands of the loss to float32 first.",
+    why="Its changes between steps are rounded away; float16 overflows above 65504.",
+    fix="Cast the operands of the loss to float32 first, or use jmp_lite.autocast.",
 )
-def _losses(program: LintedProgram) -> Hits:
-    for op in program.ops:
-        for value in op.outs:
-            is_scalar = value.is_half and value.shape == ()
-            if not is_scalar or op.is_backward:
-                continue
-            # Where a reader is None, the function returns it, as it is or cast.
-            found = dataflow.readers(value, dataflow.cast_or_moved)
-            if any(reader is None for reader, _ in found) and _is_total(value):
-                yield op, f"the function returns a {value.dtype} total"
+def _loss(value: Value, _: Program) -> str | None:
+    if value.shape != () or value.is_backward:
+        return None
+    scalars = graph.behind([value], lambda use: [x for x in use.ins if x.shape == ()])
+    is_total = any(x.facts & (Fact.SUMS | Fact.PRODUCT) for x in scalars)
+    if is_total and any(x.is_result for x in graph.ahead(value, graph.casts)):
+        return f"the function returns a {value.dtype} total"
 
 
-def _is_total(value: Value) -> bool:
-    """Return whether a scalar is a sum, or computed from scalars that are."""
-    made_of = dataflow.makers([value], lambda op: [v for v in op.ins if v.shape == ()])
-    return any(op.facts & Fact.SUMS or products.flops(op.eqn) for op in made_of)
-
-
-@RULES.warning(
+_of_sums = functools.partial(
+    _warning_in_half,
     "long-sum-in-half",
-    "Terms that much smaller than the sum are rounded away.",
-    "Sum with dtype=jnp.float32. The gradient of a half bias is a sum in half: "
-    "keep the bias in float32, or use jmp_lite.autocast.",
+    why="Terms that much smaller than the sum are rounded away: a state, a time or a "
+    "gradient that a loop adds to stops changing.",
+    fix="Sum with dtype=jnp.float32; keep in float32 what a loop carries, and biases: "
+    "their gradients are sums; or use jmp_lite.autocast.",
 )
-def _long_sums(program: LintedProgram) -> Hits:
-    for op in program.having(Fact.SUMS):
-        operand, count, maker = op.ins[0], _summed(op), dataflow.origin(op.ins[0]).maker
-        # The gradient of a maximum sums a mask.
-        was_bool = maker is not None and maker.is_cast and maker.ins[0].dtype == bool
-        if not operand.is_half or was_bool:
-            continue
-        if count > exact_integers(operand.dtype):
-            of = " of a gradient" if op.is_backward else ""
-            yield op, f"a sum{of} over {count} elements in {operand.dtype}"
 
 
-@RULES.warning(
-    "long-sum-in-half",
-    "A state, a time or a gradient that a loop adds to stops changing.",
-    "Keep what the loop carries in float32: cast inside of its body, or use "
-    "jmp_lite.autocast.",
-)
-def _sums_in_loops(program: LintedProgram) -> Hits:
-    def terms(op: Op) -> list[Value]:
-        return list(map(dataflow.uncast, op.ins)) if op.facts & Fact.LINEAR else []
-
-    for join in program.named(JOIN):
-        carry = join.outs[0]
-        if not carry.is_half:
-            continue
-        for op in dataflow.makers(map(dataflow.uncast, join.ins[1:]), terms):
-            if carry in terms(op) and op.times >= _MANY_STEPS:
-                of = " of a gradient" if op.is_backward else ""
-                yield op, f"a sum{of} over {op.times} iterations in {carry.dtype}"
+@_of_sums(of=Fact.SUMS)
+def _long_sum(value: Value, _: Program) -> str | None:
+    before, count = graph.origin(value.ins[0]), _summed(value)
+    # The gradient of a maximum sums a mask.
+    was_bool = before.is_cast and before.ins[0].dtype == bool
+    is_position = value.range and value.range.is_position  # of another rule
+    if (
+        not was_bool
+        and not is_position
+        and core.total([count]) > exact_integers(value.dtype)
+    ):
+        of = " of a gradient" if value.is_backward else ""
+        return f"a sum{of} over {count} elements in {value.dtype}"
 
 
-def _summed(op: Op) -> int:
-    """Return how many numbers of its operand a sum adds, 1 if that is not known."""
-    shape, params = op.ins[0].shape, op.eqn.params
+def _summed(value: Value) -> int:
+    """Return how many numbers a sum adds to one, 1 if that is not known.
+
+    At most: the indices of a scatter may be equal. Those of a gradient, of a lookup,
+    are taken to be spread over the table.
+    """
+    shape, params = value.ins[0].shape, value.eqn.params
+    if "update_jaxpr" in params:
+        dims, indices = params["dimension_numbers"], value.ins[1].shape[:-1]
+        batch = dims.scatter_indices_batching_dims
+        count = math.prod(n for i, n in enumerate(indices) if i not in batch)
+        table = math.prod(shape[i] for i in dims.scatter_dims_to_operand_dims)
+        spread = count if params["unique_indices"] else table * value.is_backward
+        return count // max(spread, 1)
     if "window_dimensions" in params:
         return math.prod(params["window_dimensions"])
     axes = params.get("axes", (params["axis"],) if "axis" in params else ())
     return math.prod(shape[i] for i in axes if isinstance(i, int))
+
+
+@_of_sums(in_half=False)
+def _sum_in_a_loop(value: Value, _: Program) -> str | None:
+    for carry in _terms(value) if value.times >= _MANY_STEPS else ():
+        before = map(graph.uncast, carry.ins[1:])
+        if carry.is_carry and carry.is_half and value in graph.behind(before, _terms):
+            of = " of a gradient" if value.is_backward else ""
+            return f"a sum{of} over {value.times} iterations in {carry.dtype}"
+
+
+def _terms(value: Value) -> list[Value]:
+    # What a backward pass scatters are gradients of different elements.
+    is_scattered = value.facts & Fact.SUMS and "update_jaxpr" in value.eqn.params
+    is_sum = value.facts & Fact.LINEAR or is_scattered and not value.is_backward
+    return list(map(graph.uncast, value.ins)) if is_sum else []

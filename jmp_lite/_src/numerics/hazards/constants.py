@@ -2,274 +2,204 @@
 
 import functools
 import math
-from typing import Any
 
 import jax.numpy as jnp
 
-from jmp_lite._src import dtypes
 from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs.primitives import Fact
-from jmp_lite._src.numerics.hazards import dataflow
-from jmp_lite._src.numerics.hazards.dataflow import Op, Value
-from jmp_lite._src.numerics.hazards.ranges import exact_integers, rounded, scalar
-from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rules
+from jmp_lite._src.numerics.hazards import graph
+from jmp_lite._src.numerics.hazards.graph import Value
+from jmp_lite._src.numerics.hazards.ranges import exact_integers, rounded
+from jmp_lite._src.numerics.hazards.rule import Program, rule
 
 # Attention scores of a healthy model are not larger.
 _USUAL = 2048.0
-
-RULES, POSITIONS = Rules(), Rules()
-_becomes_one = functools.partial(
-    RULES.error,
-    "constant-becomes-one",
-    fix="Compute it in float32, or use the distance from 1 instead.",
-)
-
-
-@RULES.error(
-    "constant-out-of-range",
-    "An infinite mask gives NaN where everything is masked; inf * 0 is NaN.",
-    "Mask with jnp.where(mask, x, jnp.finfo(x.dtype).min), or mask in float32.",
-)
-def _overflowing_casts(program: LintedProgram) -> Hits:
-    for op in program.casts_to_half():
-        known, dtype = program.ranges.of(op.ins[0]), op.outs[0].dtype
-        if known is None or known.is_position:
-            continue
-        # A limit (`x < 1e9`, `min(x, 1e9)`) may become infinite.
-        limits, found = Fact.LIMITS | Fact.COMPARES, dataflow.readers(op.outs[0])
-        if all(reader is not None and reader.facts & limits for reader, _ in found):
-            continue
-        for x in sorted({known.low, known.high}):
-            if math.isfinite(x) and not math.isfinite(rounded(x, dtype)):
-                yield op, f"{x:.4g} becomes {rounded(x, dtype):g} in {dtype}"
-
-
-@RULES.error(
-    "constant-out-of-range",
-    "inf * 0 is NaN, and x / inf is 0.",
-    "Use a constant within the range of the dtype, or compute in float32.",
-)
-def _infinite_factors(program: LintedProgram) -> Hits:
-    for op in filter(lambda op: op.factors, program.ops):
-        factors = [scalar(value, through_casts=False) for value in op.ins]
-        if op.outs[0].is_half and any(x and math.isinf(x) for x in factors):
-            verb = "multiplies" if min(op.degrees) > 0 else "divides"
-            yield op, f"{verb} by a constant that is infinite in {op.outs[0].dtype}"
-
-
-@RULES.error(
-    "constant-out-of-range",
-    "Added to a score of the same sign, or to another mask, it overflows.",
-    "Use jnp.where(mask, x, jnp.finfo(x.dtype).min), which does not add.",
-)
-def _overflowing_sums(program: LintedProgram) -> Hits:
-    for op in program.having(Fact.LINEAR):
-        dtype = op.outs[0].dtype
-        known = [program.ranges.of(value) for value in op.ins]
-        # A masked score, where(mask, x, lowest), has unknown numbers too.
-        bounds = [_USUAL if r is None or not r.is_all else r.bound for r in known]
-        largest, total = max(bounds), sum(bounds)
-        if not op.outs[0].is_half or not math.isfinite(largest):
-            continue
-        if not math.isfinite(rounded(total, dtype)):
-            yield op, f"{largest:.5g}, the limit of {dtype}, is added"
-
-
-@RULES.error(
-    "eps-underflows",
-    "The constant was rounded to 0: as an eps it has no effect.",
-    "Use it in float32, or use an eps of at least 6e-5.",
-)
-def _vanished_constants(program: LintedProgram) -> Hits:
-    for op in program.casts_to_half():
-        x, dtype = scalar(op.ins[0]), op.outs[0].dtype
-        if x and rounded(x, dtype) == 0.0:
-            yield op, f"{x:.4g} becomes 0 in {dtype}"
-
-
-@RULES.error(
-    "eps-underflows",
-    "An eps that was rounded to 0 has no effect: 0 / 0 is NaN.",
-    "Add the eps in float32, or use one of at least 6e-5.",
-)
-def _vanished_guards(program: LintedProgram) -> Hits:
-    for op in program.having(Fact.LINEAR | Fact.LIMITS):
-        # Python's sum starts with `0 + x`, so an eps is the second operand of a sum. In
-        # bfloat16 no eps underflows. A clamp has a limit of 0 on purpose.
-        guards = op.ins[bool(op.facts & Fact.LINEAR) :] if len(op.ins) == 2 else ()
-        if op.outs[0].dtype != jnp.float16 or not any(
-            scalar(value, through_casts=False) == 0.0 for value in guards
-        ):
-            continue
-        found = dataflow.readers(op.outs[0], _guarded)
-        if any(_needs_guard(*reader) for reader in found):
-            yield op, f"{op.name} of 0 in {op.outs[0].dtype}, before it divides"
-
-
-def _needs_guard(op: Op | None, value: Value) -> bool:
-    if op is None:
-        return False
-    pairs = zip(op.ins, op.degrees, strict=False)
-    divides = any(x is value and degree < 0.0 for x, degree in pairs)
-    return divides or bool(op.facts & Fact.LOGARITHM)
-
-
-def _guarded(op: Op, value: Value) -> list[Value]:
-    # A root needs no guard, but a division by it does.
-    is_root = len(op.degrees) == 1 and 0.0 < op.degrees[0] < 1.0
-    return op.outs if is_root else dataflow.cast_or_moved(op, value)
-
-
-@RULES.error("eps-underflows", "The divisor was rounded to 0.", "Divide in float32.")
-def _zero_divisors(program: LintedProgram) -> Hits:
-    for op in program.ops:
-        pairs = zip(op.ins, op.degrees, strict=False)
-        divisors = [value for value, degree in pairs if degree < 0.0]
-        is_zero = any(scalar(v, through_casts=False) == 0.0 for v in divisors)
-        if is_zero and op.outs[0].is_half:
-            yield op, f"divides by a constant that is 0 in {op.outs[0].dtype}"
-
-
-@RULES.warning(
-    "eps-underflows",
-    "Subnormals have few digits, some hardware treats them as 0, and 1 / 1e-5 is "
-    "infinite in float16.",
-    "Use it in float32, or use an eps of at least 6e-5.",
-)
-def _subnormal_constants(program: LintedProgram) -> Hits:
-    for op in (*program.casts_to_half(), *program.having(Fact.BROADCASTS)):
-        if not op.outs[0].is_half:
-            continue
-        dtype = op.outs[0].dtype
-        for value in op.ins:
-            x = scalar(value, through_casts=op.is_cast)
-            if x and 0.0 < abs(rounded(x, dtype)) < float(jnp.finfo(dtype).tiny):
-                yield op, f"{x:.4g} is subnormal in {dtype}"
-
-
-@_becomes_one("Near 1, numbers are 5e-4 apart in float16, 4e-3 in bfloat16.")
-def _rounded_to_one(program: LintedProgram) -> Hits:
-    for op in program.casts_to_half():
-        x, dtype = scalar(op.ins[0]), op.outs[0].dtype
-        if x is not None and abs(x) != 1.0 and abs(rounded(x, dtype)) == 1.0:
-            yield op, f"{x:.8g} becomes {rounded(x, dtype):g} in {dtype}"
-
-
-# Numbers that NumPy rounded before tracing are found by their use.
-
-
-@_becomes_one("With a limit that was rounded to 1, 1 - x can be 0.")
-def _vanished_limits(program: LintedProgram) -> Hits:
-    for op in program.having(Fact.LIMITS):
-        if not op.outs[0].is_half or not any(map(_is_one, op.ins)):
-            continue
-        found = dataflow.readers(op.outs[0], dataflow.cast_or_moved)
-        if any(_needs_distance(*reader) for reader in found):
-            yield op, f"{op.name} with 1 in {op.outs[0].dtype}, before 1 - x divides"
-
-
-def _is_one(value: Value) -> bool:
-    return scalar(value, through_casts=False) == 1.0
-
-
-def _needs_distance(op: Op | None, value: Value) -> bool:
-    """Return whether `1 - value` is computed and must not be 0."""
-    if op is None or not op.facts & Fact.LINEAR:
-        return False
-    found = dataflow.readers(op.outs[0], _guarded)
-    if len(op.ins) == 1:
-        return any(reader and reader.facts & Fact.NEAR_ONE for reader, _ in found)
-    is_distance = op.ins[1] is value and _is_one(op.ins[0])
-    return is_distance and any(_needs_guard(*reader) for reader in found)
-
-
-@_becomes_one("The weights do not sum to 1, so the average only grows.")
-def _averages_of_one(program: LintedProgram) -> Hits:
-    for op in program.having(Fact.LINEAR):
-        dtype = op.outs[0].dtype
-        terms = [dataflow.origin(value).maker for value in op.ins]
-        if not op.outs[0].is_half or not all(t and t.factors for t in terms):
-            continue
-        factors = {scalar(v, through_casts=False) for t in terms if t for v in t.ins}
-        rest = [x for x in factors if x and abs(x) <= float(jnp.finfo(dtype).eps) / 2]
-        if 1.0 in factors and rest:
-            yield op, f"an average with weights 1 and {rest[0]:.2g} in {dtype}"
-
-
-@_becomes_one("A base that was rounded to 1 does not decay.")
-def _powers_of_one(program: LintedProgram) -> Hits:
-    for op in program.named("pow"):
-        if op.outs[0].is_half and _is_one(op.ins[0]):
-            yield op, f"a power of 1 in {op.outs[0].dtype}"
-
-
-# Positions: counts that half rounds, and angles computed from them.
-
 # uint8 is more often an image than a count.
 _COUNTS = ("int32", "int64", "uint32", "uint64")
 _ANGLE_ERROR = 1 / 64  # radians
 
+_of_half = functools.partial(rule, in_half=True)
 
-@POSITIONS.error(
+
+def _written(value: Value) -> float | None:
+    """Return the number that a value is as the program has it, in half.
+
+    None if the number is not known, or was cast, and so found where it was.
+    """
+    was_cast = any(x.is_cast for x in graph.behind([value], lambda value: value.held))
+    return None if was_cast else value.number
+
+
+@_of_half(
+    "constant-out-of-range",
+    "error",
+    "An infinite mask gives NaN where everything is masked, as does another that is "
+    "added to the lowest number; inf * 0 is NaN, and x / inf is 0.",
+    "Mask with jnp.where(mask, x, jnp.finfo(x.dtype).min), or compute in float32.",
+)
+def _beyond_range(value: Value, _: Program) -> str | None:
+    dtype = value.dtype
+    if value.is_cast_to_half and not _is_limit(value):
+        known = value.ins[0].range
+        for x in (known.low, known.high) if known and not known.is_position else ():
+            if math.isfinite(x) and math.isinf(rounded(x, dtype)):
+                return f"{x:.4g} becomes {rounded(x, dtype):g} in {dtype}"
+    if value.factors and any(math.isinf(_written(x) or 0.0) for x in value.ins):
+        verb = "divides" if value.divisors else "multiplies"
+        return f"{verb} by a constant that is infinite in {dtype}"
+    if value.facts & Fact.LINEAR:
+        # A masked score, where(mask, x, lowest), has unknown numbers too.
+        ranges = [x.range for x in value.ins]
+        bounds = [r.bound if r and r.is_all else _USUAL for r in ranges]
+        are_counts = all(r and r.is_integral and r.low >= 0.0 for r in ranges)
+        is_mask = math.isfinite(max(bounds)) and not are_counts
+        if is_mask and math.isinf(rounded(sum(bounds), dtype)):
+            return f"{max(bounds):.5g}, the limit of {dtype}, is added"
+
+
+def _is_limit(value: Value) -> bool:
+    """Return whether a value is only compared, as in `x < 1e9`, `min(x, 1e9)`."""
+    limits = Fact.LIMITS | Fact.COMPARES
+    is_result = any(x.is_result for x in graph.ahead(value, graph.moves))
+    return not is_result and all(
+        x.facts & limits for x, _ in graph.readers(value, graph.moves)
+    )
+
+
+@_of_half(
+    "eps-underflows",
+    "error",
+    "A constant that was rounded to 0 has no effect as an eps, and 0 / 0 is NaN.",
+    "Use it in float32, or use an eps of at least 6e-5.",
+)
+def _vanished_eps(value: Value, _: Program) -> str | None:
+    if value.is_cast_to_half and value.ins[0].number and value.number == 0.0:
+        return f"{value.ins[0].number:.4g} becomes 0 in {value.dtype}"
+    if any(_written(x) == 0.0 for x in value.divisors):
+        return f"divides by a constant that is 0 in {value.dtype}"
+    # Python's sum starts with `0 + x`, so an eps is the second operand of a sum. In
+    # bfloat16 no eps underflows. A clamp has a limit of 0 on purpose.
+    is_guard = value.facts & (Fact.LINEAR | Fact.LIMITS) and value.dtype == jnp.float16
+    guards = value.ins[bool(value.facts & Fact.LINEAR) :] if len(value.ins) == 2 else ()
+    if is_guard and any(_written(x) == 0.0 for x in guards) and _is_needed(value):
+        return f"{value.name} of 0 in {value.dtype}, before it divides"
+
+
+def _is_needed(value: Value) -> bool:
+    """Return whether a value must not be 0: it divides, or its logarithm is taken."""
+    return any(
+        x in use.divisors or use.facts & Fact.LOGARITHM
+        for use, x in graph.readers(value, _guards)
+    )
+
+
+def _guards(use: Value, value: Value) -> bool:
+    """Return whether what guards a value guards what is made of it.
+
+    A root needs no guard, but a division by it does.
+    """
+    is_root = len(use.degrees) == 1 and 0.0 < use.degrees[0] < 1.0
+    return is_root or graph.casts(use, value)
+
+
+@_of_half(
+    "eps-underflows",
+    "warning",
+    "Subnormals have few digits, some hardware treats them as 0, and 1 / 1e-5 is "
+    "infinite in float16.",
+    "Use it in float32, or use an eps of at least 6e-5.",
+)
+def _subnormal_eps(value: Value, _: Program) -> str | None:
+    if not (value.is_cast_to_half or value.facts & Fact.BROADCASTS):
+        return None
+    for operand in value.ins:
+        x = operand.number if value.is_cast else _written(operand)
+        tiny = float(jnp.finfo(value.dtype).tiny)
+        if x and 0.0 < abs(rounded(x, value.dtype)) < tiny:
+            return f"{x:.4g} is subnormal in {value.dtype}"
+
+
+@_of_half(
+    "constant-becomes-one",
+    "error",
+    "Near 1, numbers are 5e-4 apart in float16, 4e-3 in bfloat16. Of a limit of 1, 1 - "
+    "x can be 0; weights of 1 and more only grow, and a power of 1 does not decay.",
+    "Compute it in float32, or use the distance from 1 instead.",
+)
+def _one(value: Value, _: Program) -> str | None:
+    dtype, x = value.dtype, value.ins[0].number if value.ins else None
+    if value.is_cast_to_half and x is not None and abs(x) != 1.0:
+        if value.number is not None and abs(value.number) == 1.0:
+            return f"{x:.8g} becomes {value.number:g} in {dtype}"
+    # Numbers that NumPy rounded before tracing are found by their use.
+    if value.name == "pow" and _written(value.ins[0]) == 1.0:
+        return f"a power of 1 in {dtype}"
+    if value.facts & Fact.LIMITS and any(_written(x) == 1.0 for x in value.ins):
+        if any(_is_distance(use, x) for use, x in graph.readers(value, graph.casts)):
+            return f"{value.name} with 1 in {dtype}, before 1 - x divides"
+    terms = [graph.origin(x) for x in value.ins] if value.facts & Fact.LINEAR else []
+    if terms and all(term.factors for term in terms):
+        weights = {_written(x) or 0.0 for term in terms for x in term.ins}
+        half_eps = float(jnp.finfo(dtype).eps) / 2
+        rest = [x for x in weights if 0.0 < abs(x) <= half_eps]
+        if 1.0 in weights and rest:
+            return f"an average with weights 1 and {rest[0]:.2g} in {dtype}"
+
+
+def _is_distance(use: Value, value: Value) -> bool:
+    """Return whether `1 - value` is computed and must not be 0."""
+    if not use.facts & Fact.LINEAR:
+        return False
+    if len(use.ins) == 1:
+        return any(x.facts & Fact.NEAR_ONE for x, _ in graph.readers(use, _guards))
+    return use.ins[1] is value and _written(use.ins[0]) == 1.0 and _is_needed(use)
+
+
+@_of_half(
     "positions-in-half",
+    "error",
     "Neighbouring positions are rounded to the same number.",
     "Keep positions in int32 or float32; cast the results computed from them.",
 )
-def _rounded_positions(program: LintedProgram) -> Hits:
-    for op in (*program.named("iota"), *program.casts_to_half()):
-        dtype, known = op.outs[0].dtype, program.ranges.of((op.ins or op.outs)[0])
-        if not dtypes.is_half(dtype) or known is None or not known.is_position:
-            continue
-        limit = exact_integers(dtype)
-        if known.bound > limit:
-            yield op, f"counts up to {known.bound:.0f}; {dtype} is exact up to {limit}"
+def _rounded_position(value: Value, _: Program) -> str | None:
+    is_made = value.is_cast_to_half or value.name in ("iota", "cumsum")
+    known = (value.ins[0] if value.is_cast else value).range
+    limit = exact_integers(value.dtype)
+    if is_made and known and known.is_position and known.bound > limit:
+        return f"counts up to {known.bound:.0f}; {value.dtype} is exact up to {limit}"
 
 
-@POSITIONS.warning(
+@rule(
     "positions-in-half",
+    "warning",
     "The rounding error of an angle grows with its size, to more than a radian.",
     "Compute angles, sines and cosines in float32; cast the sines and cosines.",
+    of=Fact.PERIODIC,
 )
-def _half_angles(program: LintedProgram) -> Hits:
-    for op in program.having(Fact.PERIODIC):
-        found = _positions_in_half(program, op.ins[0])
-        if found is None:
-            continue
-        (position, dtype), known = found, program.ranges.of(op.ins[0])
-        angle = position if known is None else known.bound
-        if position == math.inf:
-            yield op, f"angles computed from positions in {dtype}"
-        # Larger positions are found where they are rounded.
-        elif position <= exact_integers(dtype) and (
-            angle * float(jnp.finfo(dtype).eps) / 2 > _ANGLE_ERROR
-        ):
-            yield op, f"angles of positions up to {position:.0f}, in {dtype}"
+def _half_angle(value: Value, _: Program) -> str | None:
+    (angle,) = value.ins
+    halves = [x for x in graph.behind([angle], _computed_from) if x.is_half]
+    position = max(map(_position, graph.behind(halves, _computed_from)), default=0.0)
+    if position == 0.0:
+        return None
+    dtype = halves[0].dtype
+    if position == math.inf:
+        return f"angles computed from positions in {dtype}"
+    largest = position if angle.range is None else angle.range.bound
+    error = largest * float(jnp.finfo(dtype).eps) / 2
+    # Larger positions are found where they are rounded.
+    if position <= exact_integers(dtype) and error > _ANGLE_ERROR:
+        return f"angles of positions up to {position:.0f}, in {dtype}"
 
 
-def _positions_in_half(
-    program: LintedProgram, angle: Value
-) -> tuple[float, Any] | None:
-    """Return the largest position in an angle, inf if unknown, and its half dtype.
+def _position(value: Value) -> float:
+    """Return the largest position that a value is, inf if unknown, 0 if it is none."""
+    if value.range and value.range.is_position:
+        return value.range.bound
+    return math.inf if value.is_cast and str(value.ins[0].dtype) in _COUNTS else 0.0
 
-    None if the angle is not computed from positions in half.
-    """
-    waiting, seen = [(angle, None)], set()
-    while waiting:
-        value, dtype = waiting.pop()
-        dtype = value.dtype if value.is_half else dtype
-        if (id(value), dtype) in seen:
-            continue
-        seen.add((id(value), dtype))
-        positions, op = program.ranges.of(value), value.maker
-        if dtype is not None and positions is not None and positions.is_position:
-            return positions.bound, dtype
-        if op is None:
-            continue
-        is_count = op.is_cast and str(op.ins[0].dtype) in _COUNTS
-        if dtype is not None and is_count:
-            return math.inf, dtype
-        is_arithmetic = op.is_cast or op.facts & Fact.LINEAR or op.factors
-        is_computed = is_arithmetic or products.is_outer(op.eqn)
-        sources = op.ins if is_computed else dataflow.sources_of(value)
-        waiting += [(v, dtype) for v in sources]
-    return None
+
+def _computed_from(value: Value) -> list[Value]:
+    is_linear = value.is_cast or value.facts & Fact.LINEAR or value.factors
+    is_arithmetic = is_linear or value.eqn and products.is_outer(value.eqn)
+    return value.ins if is_arithmetic and not _position(value) else list(value.held)

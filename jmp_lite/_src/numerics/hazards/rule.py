@@ -1,85 +1,116 @@
-"""The type of the rules of `lint`, and of the program that they check.
+"""What a rule of `lint` is, and the program that it checks.
 
-A rule has a function that yields each hazardous operation and a description. It checks
-the dtypes that values have: a float32 value is safe under any policy.
+A rule is a function of a value, which returns what is wrong with it, if anything is. It
+checks the dtypes that values have: a float32 value is safe under any policy.
 """
 
 import dataclasses
-import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
+import jax.numpy as jnp
+
+from jmp_lite._src import fp8
+from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.options import Regions
+from jmp_lite._src.autocast.storage import Region
 from jmp_lite._src.jaxprs import name_scopes
-from jmp_lite._src.numerics.hazards.dataflow import Op
-from jmp_lite._src.numerics.hazards.ranges import Ranges
-from jmp_lite._src.numerics.hazards.scalings import Scalings
+from jmp_lite._src.jaxprs.primitives import Fact
+from jmp_lite._src.numerics.hazards.graph import Value, terms_of
+from jmp_lite._src.numerics.hazards.scaling import UNSCALED, find_scalings, may_scale
 
 Severity = Literal["error", "warning", "speed"]
-Hits = Iterator[tuple[Op, str]]
-
-IN_F32 = "Compute it in float32: x.astype(jnp.float32) before, or jmp_lite.autocast."
 
 
-@dataclasses.dataclass(frozen=True)
-class LintedProgram:
-    ops: Sequence[Op]
-    ranges: Ranges
-    scalings: Scalings
-    regions: Regions  # where the policy computes in half
-    target: str  # "gpu" or "tpu"
+class Program:
+    """The values of a function, and what rules ask of all of them."""
 
-    def named(self, *names: str) -> Iterator[Op]:
-        return (op for op in self.ops if op.name in names)
+    def __init__(self, values: Sequence[Value], regions: Regions, target: str):
+        self.values, self.regions, self.target = values, regions, target
+        find_scalings(values)
+        results = [x for x in values if x.is_result and x.scaling.is_gradient]
+        # Those of a train step that are its parameters after the update.
+        self.updated = {x for x in results if _is_updated(x)}
+        self.results = set(results)
+        self.is_dynamic = any(x.is_loss_scale for of in values for x in of.ins)
+        self.is_still_scaled = any(x.scaling.is_still_scaled for x in self.updated)
+        # Whether something may scale its gradients, or unscales them.
+        faults = {x.scaling.fault for x in values}
+        self.is_scaled = UNSCALED in faults or any(map(may_scale, values))
+        found = [x for x in values if x.facts & Fact.PRODUCT]
+        # Of each matrix product, and of those not in half where the policy has it so.
+        self.flops = {x: products.flops(x.eqn) * x.times for x in found}
+        self.total = sum(self.flops.values())
+        self.left = {x: n for x, n in self.flops.items() if n and self._is_left(x)}
+        self.left_of_lines = Counter[str]()
+        for x, flops in self.left.items():
+            self.left_of_lines[x.line] += flops
+        is_f32 = all(y.dtype == jnp.float32 for x in found for y in x.ins[:2])
+        self.is_float32_step = bool(self.updated and self.left) and is_f32
 
-    def having(self, fact: int) -> Iterator[Op]:
-        return (op for op in self.ops if op.facts & fact)
+    def _is_left(self, product: Value) -> bool:
+        operands = product.ins[:2]
+        if not any(x.dtype in (jnp.float32, jnp.float64) for x in operands):
+            return False
+        # Angles of RoPE are outer products of positions and frequencies.
+        is_angle = any(x.range and x.range.is_position for x in operands)
+        if is_angle or products.is_outer(product.eqn):
+            return False
+        is_default = fp8.is_default_precision(product.eqn.params.get("precision"))
+        return is_default and self.region_of(product).is_half
 
-    def casts_to_half(self) -> Iterator[Op]:
-        for op in self.ops:
-            if op.is_cast and op.outs[0].is_half and not op.ins[0].is_half:
-                yield op
-
-    def is_low(self, op: Op) -> bool:
-        """Return whether the policy has an operation in half."""
-        return self.regions.at("", policy_path(op)).is_half
-
-    def is_fp8(self, op: Op) -> bool:
-        """Return whether the policy has an operation in fp8, if it is eligible."""
-        return self.regions.at("", policy_path(op)).fp8
+    def region_of(self, value: Value) -> Region:
+        """Return the region of the policy that an operation is in."""
+        return self.regions.at("", policy_path(value))
 
 
-def policy_path(op: Op) -> str:
+def policy_path(value: Value) -> str:
     """Return the path by which a policy is asked for an operation under autocast."""
-    return "/".join(part for part in op.path.split("/") if part != name_scopes.AUTOCAST)
+    parts = value.path.split("/")
+    return "/".join(part for part in parts if part != name_scopes.AUTOCAST)
 
 
-Find = Callable[[LintedProgram], Hits]
+def _is_updated(result: Value) -> bool:
+    terms = terms_of(result, through_choices=True)
+    return any(x.is_param and x.shape == result.shape for x, _ in terms)
+
+
+Find = Callable[[Value, Program], str | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    name: str  # several rules may share one
-    severity: Severity
+    """What a function says of values; several rules may share a name."""
+
     find: Find
+    name: str
+    severity: Severity
     why: str  # it is a hazard
     fix: str
+    of: int = 0  # facts, of which a value must have one
+    in_half: bool = False  # whether a value must be in half
+    is_once: bool = False  # whether one value is enough
+    in_bfloat16: Severity | None = None  # if it is another there
+
+    def severity_of(self, value: Value) -> Severity:
+        is_bfloat16 = value.dtype == jnp.bfloat16
+        return self.in_bfloat16 if self.in_bfloat16 and is_bfloat16 else self.severity
+
+    def hits(self, program: Program) -> Iterator[tuple[Value, str]]:
+        """Yield the values that break the rule, and what is wrong with each."""
+        for value in program.values:
+            is_of = not self.of or value.facts & self.of
+            if not is_of or self.in_half and not value.is_half:
+                continue
+            if what := self.find(value, program):
+                yield value, what
+                if self.is_once:
+                    return
 
 
-class Rules(list[Rule]):
-    """Rules, in the order of their findings."""
-
-    def add(
-        self, severity: Severity, name: str, why: str, fix: str
-    ) -> Callable[[Find], Find]:
-        """Add the rule whose function this decorates."""
-
-        def decorated(find: Find) -> Find:
-            self.append(Rule(name, severity, find, why, fix))
-            return find
-
-        return decorated
-
-    error = functools.partialmethod(add, "error")
-    warning = functools.partialmethod(add, "warning")
-    speed = functools.partialmethod(add, "speed")
+def rule(
+    name: str, severity: Severity, why: str, fix: str, **when: Any
+) -> Callable[[Find], Rule]:
+    """Return what makes a rule of a function; `when` are the fields that are left."""
+    return lambda find: Rule(find, name, severity, why, fix, **when)

@@ -1,15 +1,14 @@
 """Products that are not in half, and those that are slow in it."""
 
-from collections import Counter
+import functools
 
 import jax.numpy as jnp
 
 from jmp_lite._src import fp8
 from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs.primitives import Fact
-from jmp_lite._src.numerics.hazards.dataflow import Op
-from jmp_lite._src.numerics.hazards.loss_scaling import updated_params
-from jmp_lite._src.numerics.hazards.rule import Hits, LintedProgram, Rules
+from jmp_lite._src.numerics.hazards.graph import Value, behind
+from jmp_lite._src.numerics.hazards.rule import Program, rule
 
 # Matrix units process tiles of a multiple of this size, in 16-bit numbers.
 _TILES = {"gpu": 8, "tpu": 128}
@@ -17,104 +16,105 @@ _TILES = {"gpu": 8, "tpu": 128}
 # A size of at least this share of what fp8 needs is one to round up.
 _ALMOST = 0.75
 
-RULES = Rules()
+_of_products = functools.partial(rule, of=Fact.PRODUCT)
+_ROUND_UP = "Round the vocabulary, hidden size or batch up to a multiple."
 
 
-def flops_in_f32(program: LintedProgram) -> tuple[dict[Op, int], int]:
-    """Return the FLOPs of each product left in float32, and the total."""
-    left, total = {}, 0
-    for op in program.having(Fact.PRODUCT):
-        flops = products.flops(op.eqn) * op.times
-        total += flops
-        if flops and _is_left(program, op):
-            left[op] = flops
-    return left, total
-
-
-def _is_left(program: LintedProgram, op: Op) -> bool:
-    """Return whether a product is in float32 where the policy computes in half."""
-    operands = op.ins[:2]
-    ranges = [program.ranges.of(value) for value in operands]
-    if not any(value.dtype == jnp.float32 for value in operands):
-        return False
-    # Angles of RoPE are outer products of positions and frequencies.
-    if products.is_outer(op.eqn) or any(r and r.is_position for r in ranges):
-        return False
-    is_default = fp8.is_default_precision(op.eqn.params.get("precision"))
-    return is_default and program.is_low(op)
-
-
-@RULES.error(
+@_of_products(
     "not-in-half",
+    "error",
     "The policy does nothing: the step takes the time and the memory of float32.",
     "Differentiate autocast(loss_fn, policy), or cast parameters and inputs.",
+    is_once=True,
 )
-def _nothing_in_half(program: LintedProgram) -> Hits:
-    """Yield a product of a train step to which the policy was not applied."""
-    left, _ = flops_in_f32(program)
-    operands = (v for op in program.having(Fact.PRODUCT) for v in op.ins[:2])
-    is_f32 = all(v.dtype == jnp.float32 for v in operands)
-    if left and is_f32 and updated_params(program):
-        yield next(iter(left)), "no matrix product of the train step is in half"
+def _not_in_half(value: Value, program: Program) -> str | None:
+    if program.is_float32_step and value in program.left:
+        return "no matrix product of the train step is in half"
 
 
-@RULES.speed(
+@_of_products(
     "float32-product",
+    "speed",
     "Matrix units are several times slower in float32 than in half.",
-    "Cast its operands or use jmp_lite.autocast. If float32 is meant, as by a rule "
-    "of with_policy, leave it, or mark it with full_precision.",
+    "Cast its operands or use jmp_lite.autocast; explain says why that leaves one. "
+    "If float32 is meant, as by a rule of with_policy, leave it, or mark it with "
+    "full_precision.",
 )
-def _f32_products(program: LintedProgram) -> Hits:
-    if any(_nothing_in_half(program)):  # which says it already
-        return
-    left, total = flops_in_f32(program)
-    of_line = Counter[str]()
-    for op, flops in left.items():
-        of_line[op.line] += flops
-    for op in left:
-        share = of_line[op.line] / total
-        yield op, f"float32; {share:.1%} of all matrix-product FLOPs on this line"
+def _float32_product(value: Value, program: Program) -> str | None:
+    # The rule before says it already if all are in float32.
+    if not program.is_float32_step and not any(map(_is_f64, (*value.ins, value))):
+        return _share_of_line("float32", value, program)
 
 
-@RULES.speed(
+@_of_products(
+    "float64-product",
+    "speed",
+    "Autocast leaves float64, and matrix units have none, or a slow one.",
+    "Cast to float32 where it begins; NumPy's arrays and numbers are float64.",
+)
+def _float64_product(value: Value, program: Program) -> str | None:
+    if not any(map(_is_f64, (*value.ins, value))):
+        return None
+    before = set(behind([value], _float64_operands))
+    firsts = (x for x in program.values if x in before and not _float64_operands(x))
+    is_argument = any(x.is_input for x in before)
+    where = "as an argument is" if is_argument else f"from {next(firsts).line} on"
+    return _share_of_line(f"float64, {where}", value, program)
+
+
+def _is_f64(value: Value) -> bool:
+    return value.dtype == jnp.float64
+
+
+def _float64_operands(value: Value) -> list[Value]:
+    return [x for x in value.ins if _is_f64(x) and x.array is None]
+
+
+def _share_of_line(what: str, value: Value, program: Program) -> str | None:
+    if value in program.left:
+        share = program.left_of_lines[value.line] / program.total
+        return f"{what}; {share:.1%} of all matrix-product FLOPs on this line"
+
+
+@_of_products(
     "odd-dimensions",
+    "speed",
     "Matrix units process whole tiles: other sizes are padded or slower.",
-    "Round the vocabulary, hidden size or batch up to a multiple.",
+    _ROUND_UP,
 )
-def _odd_dimensions(program: LintedProgram) -> Hits:
+def _odd_dimension(value: Value, program: Program) -> str | None:
     tile = _TILES[program.target]
-    for op in program.having(Fact.PRODUCT):
-        if not all(value.is_half for value in op.ins[:2]):
-            continue
-        # Small dimensions, such as the 3 channels of an image, cannot be changed.
-        if odd := sorted({d for d in _dimensions(op) if d >= 8 and d % tile}):
-            yield op, f"no multiple of {tile}: {', '.join(map(str, odd))}"
+    # Small dimensions, such as the 3 channels of an image, cannot be changed.
+    sizes = [d for d in _dimensions(value) if isinstance(d, int)]  # no symbols
+    odd = sorted({d for d in sizes if d >= 8 and d % tile})
+    if odd and all(x.is_half for x in value.ins[:2]):
+        return f"no multiple of {tile}: {', '.join(map(str, odd))}"
 
 
-@RULES.speed(
-    "almost-fp8",
-    f"Matrix products in fp8 have dimensions of at least {fp8.MIN_SIZE} "
-    f"that are multiples of {fp8.TILE}.",
-    "Round the vocabulary, hidden size or batch up to a multiple.",
-)
-def _almost_fp8(program: LintedProgram) -> Hits:
-    least, tile = fp8.MIN_SIZE, fp8.TILE
-    for op in program.having(Fact.PRODUCT):
-        sizes = set(products.dimensions(op.eqn))  # none of a convolution
-        if not program.is_fp8(op) or min(sizes, default=0) < _ALMOST * least:
-            continue
-        if any(op.eqn.params["dimension_numbers"][1]):  # batch dimensions
-            continue
-        if missed := sorted(size for size in sizes if size < least or size % tile):
-            yield op, f"not in fp8: {', '.join(map(str, missed))}"
-
-
-def _dimensions(op: Op) -> list[int]:
-    spec = getattr(op.eqn.params.get("dimension_numbers"), "rhs_spec", None)
+def _dimensions(value: Value) -> list[int]:
+    spec = getattr(value.eqn.params.get("dimension_numbers"), "rhs_spec", None)
     if spec is None:
-        return products.dimensions(op.eqn)
+        return products.dimensions(value.eqn)
     # In gradients the same channels have other roles.
-    if op.is_backward:
+    if value.is_backward:
         return []
-    out_features, in_features = (op.ins[1].shape[i] for i in spec[:2])
-    return [out_features // op.eqn.params["feature_group_count"], in_features]
+    out_features, in_features = (value.ins[1].shape[i] for i in spec[:2])
+    return [out_features // value.eqn.params["feature_group_count"], in_features]
+
+
+@_of_products(
+    "almost-fp8",
+    "speed",
+    f"Matrix products in fp8 have dimensions of at least {fp8.MIN_SIZE} that are "
+    f"multiples of {fp8.TILE}.",
+    _ROUND_UP,
+)
+def _almost_fp8(value: Value, program: Program) -> str | None:
+    dims = products.dimensions(value.eqn)  # none of a convolution
+    sizes = {d for d in dims if isinstance(d, int)}
+    is_near = min(sizes, default=0) >= _ALMOST * fp8.MIN_SIZE
+    if not is_near or any(value.eqn.params["dimension_numbers"][1]):  # it has a batch
+        return None
+    missed = sorted(x for x in sizes if x < fp8.MIN_SIZE or x % fp8.TILE)
+    if missed and program.region_of(value).fp8:
+        return f"not in fp8: {', '.join(map(str, missed))}"

@@ -1,0 +1,122 @@
+"""One writer in a folder, among the threads, processes and hosts that may save there.
+
+`save` holds a lock (`flock`) on the file `.writer` in the folder. The operating system
+releases it when the process ends for any reason. It excludes other hosts if the file
+system shares locks between hosts, as NFS does. There is no lock on object stores
+(`gs://`) and on Windows.
+"""
+
+import contextlib
+import datetime
+import os
+import platform
+import stat
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+
+from jmp_lite._src.checkpoint.folder import is_local
+
+if sys.platform != "win32":
+    import fcntl
+
+
+def on_first_process(act: Callable[[], None]) -> None:
+    """Call a function in the first process while the others wait."""
+    if jax.process_count() == 1:
+        act()
+        return
+    ocp.multihost.sync_global_processes("jmp_lite_checkpoint")
+    error, text = None, ""
+    if jax.process_index() == 0:
+        try:
+            act()
+        except Exception as raised:
+            error, text = raised, f"{type(raised).__name__}: {raised}"
+    data = np.frombuffer(text.encode(errors="replace")[:2000].ljust(2000), np.uint8)
+    data = np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes()
+    if error is not None:
+        raise error
+    if text := data.decode(errors="replace").strip():
+        raise RuntimeError(f"The first process could not save: {text}")
+
+
+@contextlib.contextmanager
+def writer_lock(root: epath.Path) -> Iterator[None]:
+    """Create a folder and hold its lock."""
+    root.mkdir(parents=True, exist_ok=True)
+    path, descriptor = os.path.join(root, ".writer"), None
+    if sys.platform != "win32" and is_local(root):
+        descriptor = _lock(path)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            if _is_at(path, descriptor):  # a user may have removed it
+                os.unlink(path)  # before the lock is released
+            os.close(descriptor)
+
+
+def _lock(path: str) -> int | None:
+    """Lock a file and return its descriptor, or None if locks are not supported."""
+    while True:
+        _check_ours(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 1000).decode(errors="replace")
+            os.close(descriptor)
+            raise RuntimeError(
+                f"Another program or thread is saving into {os.path.dirname(path)}: "
+                f"{owner or 'it has just started'}. Only one writer at a time: wait "
+                "for it, or use a separate folder for each run."
+            ) from None
+        except OSError as error:
+            os.close(descriptor)
+            warnings.warn(
+                f"Cannot lock {path} ({error}): two programs that save there at the "
+                "same time would remove each other's steps.",
+                stacklevel=2,
+            )
+            return None
+        # The previous owner may have removed the file after it was opened here.
+        if _is_at(path, descriptor):
+            break
+        os.close(descriptor)
+    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    with contextlib.suppress(OSError):  # the disk is full: a lock without a name
+        os.truncate(descriptor, 0)
+        owner = f"process {os.getpid()} on {platform.node()}, since {now}"
+        os.write(descriptor, owner.encode())
+    return descriptor
+
+
+def _check_ours(path: str) -> None:
+    """Raise if there is something else in the place of the lock file."""
+    try:
+        info = os.lstat(path)
+        is_ours = stat.S_ISREG(info.st_mode) and info.st_nlink == 1
+        if is_ours and info.st_size:
+            with open(path, "rb") as file:
+                is_ours = file.read(8) == b"process "
+    except FileNotFoundError:
+        return
+    if not is_ours:
+        raise ValueError(
+            f"{path} is not a lock file of jmp_lite, or it is a link: save would write "
+            "to it. Move it away, or save to another folder."
+        )
+
+
+def _is_at(path: str, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,212 @@
+"""A function as one flat list of values: its calls, loops and branches are opened.
+
+An operand of a `jit` is the same `Value` inside, so a constant can be followed into the
+`jit` of `jnp.where`. The primitives that autocast adds are opened, too. What no result
+needs is left out. An operation on several arrays, each by itself, is one of each.
+
+Limits: sub-jaxprs that `jaxprs.control_flow` does not understand are one operation.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_lite._src import compat, new_primitives
+from jmp_lite._src.jaxprs import control_flow, name_scopes, primitives, sources, tracing
+from jmp_lite._src.jaxprs.primitives import Fact
+from jmp_lite._src.loss_scale import DynamicLossScale
+from jmp_lite._src.numerics.hazards.graph import JOIN, MOVE, Scaling, Value, behind
+from jmp_lite._src.numerics.hazards.ranges import range_of
+
+_ONE_OF_EACH = Fact.MOVES | Fact.SUMS
+
+
+def list_values(
+    fun: Callable[..., Any], args: Any, kwargs: Any, target: str
+) -> list[Value]:
+    """Return the values of a function that its results need, in order.
+
+    The function may be a pytree that can be called, such as an nnx module, and arrays
+    may be shapes. The target, `"gpu"` or `"tpu"`, chooses from branches per platform.
+    """
+
+    def called(fun, args, kwargs):
+        given = jax.tree.leaves((fun, args, kwargs))
+        outs = jax.tree.leaves(fun(*args, **kwargs))
+        # What it changes in place, such as an nnx module, is a result as well.
+        ids = set(map(id, given))
+        return outs + [x for x in jax.tree.leaves((args, kwargs)) if id(x) not in ids]
+
+    with sources.lines_of_rules():
+        traced = tracing.trace(called, (fun, args, kwargs))
+    opener, jaxpr = _Opener(target), compat.open_jaxpr(traced.closed)
+    inputs = [_value_of(var.aval) for var in jaxpr.invars]
+    are_loss_scales = _are_loss_scales((fun, args, kwargs))
+    for value, i in zip(inputs, traced.indices, strict=True):
+        value.is_loss_scale = are_loss_scales[i]
+    consts = compat.consts_of(traced.closed)
+    return opener.finish(opener.open(jaxpr, consts, inputs, Value(None, ())))
+
+
+def _are_loss_scales(tree: Any) -> list[bool]:
+    """Return whether each leaf of a tree is the scale of a `DynamicLossScale`."""
+    found = []
+    for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, DynamicLossScale)):
+        is_loss_scale = isinstance(x, DynamicLossScale)
+        found += [is_loss_scale] + [False] * (len(jax.tree.leaves(x)) - 1)
+    return found
+
+
+class _Opener:
+    def __init__(self, target: str):
+        self.target = target
+        self.values: list[Value] = []
+        self.needed: list[Value] = []  # but for results
+
+    def open(self, jaxpr: Any, consts: Any, inputs: Any, around: Value) -> list[Value]:
+        """Add the values of a jaxpr; return its outputs.
+
+        What is around has the place of a call, a loop or a branch.
+        """
+        is_impl = around.eqn is not None and new_primitives.is_new_primitive(around.eqn)
+        values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            values[var] = _value_of(var.aval, const)
+
+        def read(var: Any) -> Value:
+            is_known = compat.is_literal(var)
+            return _value_of(var.aval, var.val) if is_known else values[var]
+
+        for eqn in jaxpr.eqns:
+            stack = name_scopes.of(eqn)
+            at = dataclasses.replace(
+                around,
+                name=eqn.primitive.name,
+                eqn=eqn,
+                ins=[read(var) for var in eqn.invars],
+                path=name_scopes.join(around.path, stack),
+                # What is traced once has the lines of its first call.
+                line=around.line if is_impl else sources.source_line(eqn, around.line),
+                is_backward=around.is_backward or "transpose(" in stack,
+                is_differentiated=around.is_differentiated or "jvp(" in stack,
+            )
+            bodies = self._bodies(eqn)
+            if at.name == "differentiate_as":  # of autocast: its first operand
+                outs = at.ins[:1]
+            else:
+                outs = self._opened(at, bodies) if bodies else self._results(at)
+            values.update(zip(eqn.outvars, outs, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def finish(self, results: list[Value]) -> list[Value]:
+        """Return the values that results need, with what reads each."""
+        for value in results:
+            value.is_result = True
+        live = set(behind([*results, *self.needed], lambda value: value.ins))
+        values = [value for value in self.values if value in live]
+        for value in values:
+            for operand in value.ins:
+                operand.uses.append(value)
+        # An operation without a line, such as a cast of autocast, has that of its use.
+        for value in reversed(values):
+            if not value.line and value.uses:
+                value.line, value.path = value.uses[0].line, value.uses[0].path
+
+        def same(value: Value) -> Sequence[Value]:
+            return value.ins if value.is_cast or value.name == JOIN else value.held
+
+        differentiated = [x for x in values if x.is_differentiated and not same(x)]
+        read = [operand for value in differentiated for operand in value.ins]
+        for value in behind(read, same):
+            value.is_param = value.is_input and value.is_float
+        return values
+
+    def _bodies(self, eqn: Any) -> Sequence[control_flow.SubJaxpr] | None:
+        branches = eqn.params.get("branches", ())
+        platforms = eqn.params.get("branches_platforms")
+        if called := new_primitives.jaxpr_of_impl(eqn):
+            return (control_flow.as_sub_jaxpr(called, 0),)
+        if platforms is None:
+            return control_flow.sub_jaxprs(eqn)
+        names = {"gpu": {"gpu", "cuda", "rocm"}}.get(self.target, {self.target})
+        pairs = zip(branches, platforms, strict=True)
+        found = [branch for branch, of in pairs if of is None or names & set(of)]
+        return (control_flow.as_sub_jaxpr((found or branches)[0], 1),)
+
+    def _results(self, at: Value) -> list[Value]:
+        """Add the results of an operation."""
+        outvars = at.eqn.outvars
+        is_one_of_each = primitives.facts(at.name) & _ONE_OF_EACH
+        ins = [at.ins] * len(outvars)
+        if is_one_of_each and len(at.ins) == len(outvars):
+            ins = [[operand] for operand in at.ins]
+        mask = at.ins[0] if primitives.cases(at.name, at.ins) else None
+        pairs = zip(outvars, ins, strict=True)
+        outs = [self._add(at, at.name, ins, var.aval, mask) for var, ins in pairs]
+        if at.eqn.effects:
+            self.needed += [*at.ins, *outs]
+        return outs
+
+    def _opened(
+        self, at: Value, bodies: Sequence[control_flow.SubJaxpr]
+    ) -> list[Value]:
+        """Add the values of the sub-jaxprs of an equation; return its results."""
+        ins, eqn = list(at.ins), at.eqn
+        is_loop, branch = at.name in primitives.LOOPS, None
+        trips = control_flow.trips(eqn, [control_flow.as_integer(x.array) for x in ins])
+        times = at.times * (1 if trips is None else trips)
+        if is_loop:
+            for i in {sub.operands[k] for sub in bodies for k in sub.fixed_in}:
+                ins[i] = self._add(at, JOIN, ins[i : i + 1], ins[i])
+        if at.name == "cond":
+            branch = ins[0]
+            self.needed.append(branch)
+        results: list[list[Value]] = [[] for _ in eqn.outvars]
+        for sub in bodies:
+            pairs = zip(sub.operands, sub.jaxpr.invars, strict=True)
+            inputs = [self._same(at, ins[i], var) for i, var in pairs]
+            inside = dataclasses.replace(at, times=times)
+            outs = self.open(sub.jaxpr, sub.consts, inputs, inside)
+            # The condition of a while reads the carry and does not return it.
+            carries = zip(sorted(sub.fixed_in), sorted(sub.fixed_out), strict=False)
+            for k_in, k_out in carries if is_loop else ():
+                ins[sub.operands[k_in]].ins.append(outs[k_out])
+            for out, i in zip(outs, sub.results, strict=True):
+                (self.needed if i is None else results[i]).append(out)
+        return [
+            self._same(at, found[0], var)
+            if len(found) == 1
+            else self._add(at, JOIN, found, var.aval, branch)
+            for found, var in zip(results, eqn.outvars, strict=True)
+        ]
+
+    def _same(self, at: Value, value: Value, var: Any) -> Value:
+        """Return a value as a sub-jaxpr has it: itself, a row or a shard."""
+        shape = getattr(var.aval, "shape", ())
+        return value if value.shape == shape else self._add(at, MOVE, [value], var.aval)
+
+    def _add(
+        self, at: Value, name: str, ins: Iterable[Value], like: Any, mask: Any = None
+    ) -> Value:
+        """Add what is made at a place, with the shape and the dtype of another."""
+        fields = {"name": name, "ins": list(ins), "mask": mask, "uses": []}
+        dtype, shape = getattr(like, "dtype", None), getattr(like, "shape", ())
+        made = dataclasses.replace(at, dtype=dtype, shape=shape, **fields)
+        made.range = range_of(made)
+        self.values.append(made)
+        return made
+
+
+def _value_of(aval: Any, array: Any = None) -> Value:
+    """Return the value of a variable, a constant if its numbers are given."""
+    dtype = getattr(aval, "dtype", None)
+    is_number = dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended)
+    known = np.asarray(array) if array is not None and is_number else None
+    value = Value(dtype, getattr(aval, "shape", ()), known)
+    value.range = range_of(value)
+    value.scaling = Scaling(is_zero=value.number == 0.0)
+    return value

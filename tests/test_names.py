@@ -1,0 +1,147 @@
+r"""Names are text, not code: of scopes, leaves and steps, in every report and format.
+
+A name may hold rich's markup, HTML, matplotlib's `$`, ESC, a line break.
+"""
+
+import dataclasses
+import html
+import io
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from printed import printed
+
+import jmp_lite as jmp
+from jmp_lite import memory, numerics
+from jmp_lite.__main__ import main
+from jmp_lite._src import reports
+from jmp_lite._src.checkpoint.leaves import Cast, Casts
+from jmp_lite._src.flax import module_policies
+from jmp_lite._src.memory import command
+from tests.test_doctor import DIAGNOSIS
+
+# The second is all of it: rich, matplotlib, HTML, terminals, Python, XLA's own text.
+NAMES = (
+    "attn[q]",
+    '_x[/y][link=a]:smile:$\\frac{$<b>&amp;\x1b[31m\r\x08\u202eé"\nraise KeyError',
+)
+W, X = jnp.eye(8), 4.0 * jnp.ones((8, 8))
+
+
+def scoped(name: str) -> Callable[..., Any]:
+    def loss(w, x):
+        with jax.named_scope(name):
+            h = jnp.square(1e3 * x) @ w / 1e6
+        return jnp.mean(jnp.log(jnp.abs(h @ w) + 1.0))
+
+    return loss
+
+
+def masked(name: str) -> Callable[..., Any]:
+    def fun(x):
+        with jax.named_scope(name):
+            return jnp.log(jnp.where(x > 5.0, x, -1e9))
+
+    return fun
+
+
+def step(w, x):
+    return jax.grad(scoped("a"))(w, x)
+
+
+MODULE = module_policies.ModuleDtypes("", "Dense", ("f32",), "f16", ("f16",), "why")
+MAKE: dict[str, Callable[[str], Any]] = {
+    "explain": lambda name: jmp.explain(scoped(name), "mixed_float16")(W, X),
+    "lint": lambda name: numerics.lint(masked(name), "half")(X.astype("float16")),
+    "dry_run": lambda name: numerics.dry_run(scoped(name), "mixed_float16")(W, X),
+    "advise": lambda name: numerics.advise(scoped(name), "mixed_float16")(W, X),
+    "first_nonfinite": lambda name: numerics.first_nonfinite(masked(name))(X),
+    "argument": lambda name: numerics.first_nonfinite(lambda tree: tree)(
+        {name: jnp.array(jnp.nan)}
+    ),
+    "tree_stats": lambda name: numerics.tree_stats({name: X}, "f16", histogram=True),
+    "saved": lambda name: memory.saved(scoped(name))(W, X),
+    "of_step": lambda name: memory.of_step(lambda w, x: jax.grad(scoped(name))(w, x))(
+        W, X
+    ),
+    "compare": lambda name: memory.compare({name: (step, (W, X))}),
+    "modules": lambda name: module_policies.Explanation(
+        (dataclasses.replace(MODULE, path=name, why=name),)
+    ),
+}
+
+
+def squeezed(text: str) -> str:
+    """Return a text without the spaces and lines of its layout."""
+    return "".join(text.split())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("report", MAKE)
+def test_a_name_is_shown_as_text(report: str, name: str) -> None:
+    made, shown = MAKE[report](name), reports.printable(name)
+    text, page = str(made), made._repr_html_()
+    table = printed(made.table(every=True), width=300)
+    assert shown in text
+    for each in (text, page, table):
+        assert reports.printable(each, keep="\n") == each
+    assert html.escape(shown) in page and squeezed(shown) in squeezed(table)
+    again = type(made).from_json(made.to_json())
+    assert str(again) == text and again.to_json() == made.to_json()
+    assert made.to_json().isascii()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_text_of_an_advice_runs_no_name(name: str) -> None:
+    advice, found = MAKE["advise"](name), {"jmp": jmp}
+    exec(str(advice), found)
+    assert found["policy"] == advice.policy
+    assert [pattern for pattern, _ in advice.policy.rules] != [""]
+
+
+FIGURES: dict[str, Callable[[str], Any]] = {
+    "dry_run": lambda name: MAKE["dry_run"](name).plot(),
+    "heat_map": lambda name: MAKE["dry_run"](name).heat_map(),
+    "tree_stats": lambda name: MAKE["tree_stats"](name).plot(),
+    "compare": lambda name: MAKE["compare"](name).plot(),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("figure", FIGURES)
+def test_a_name_in_a_figure_is_no_formula(figure: str, name: str) -> None:
+    made = FIGURES[figure](name)
+    labels = [label.get_text() for label in made.axes[0].get_yticklabels()]
+    assert any(reports.printable(name) in label for label in labels)
+    made.savefig(io.BytesIO())  # raises where a `$` begins a formula
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_on_the_command_line_and_in_errors_is_text(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with command._progress(f"tracing {name}"):
+        pass
+    assert main(["memory", f"os:{name}"]) == 1
+    shown = str(Casts({name: Cast("float32", "float16", 0)}))
+    assert shown == f"{reports.printable(name)}  float32 -> float16"
+    assert "\x1b" not in str(dataclasses.replace(DIAGNOSIS, missing=(name,)))
+    error = capsys.readouterr().err
+    assert repr(name)[1:-1] in error
+    assert squeezed(f"tracing {reports.printable(name)}") in squeezed(error)
+
+
+def test_a_product_named_in_an_error_is_text() -> None:
+    def fun(w, x):
+        with jax.named_scope("\x1b[31mred"):
+            return x @ w
+
+    arguments = jmp.cast_floating((W, X), "float16")
+    with pytest.raises(ValueError, match=r"in \\x1b\[31mred") as caught:
+        numerics.dry_run(fun, "mixed_float16")(*arguments)
+    assert "\x1b" not in str(caught.value)
