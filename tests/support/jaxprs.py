@@ -124,12 +124,25 @@ def dtypes_of_products(fun: Any, *args: Any) -> list[tuple[str, ...]]:
     ]
 
 
+def _run(jaxpr: Any) -> list[Any]:
+    """Return the equations that run: what `differentiate_as` differentiates does not."""
+    needed = {v for v in jaxpr.outvars if not compat.is_literal(v)}
+    found = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            is_value = eqn.primitive.name == "differentiate_as"
+            read = eqn.invars[:1] if is_value else eqn.invars
+            needed.update(v for v in read if not compat.is_literal(v))
+            found.append(eqn)
+    return found[::-1]
+
+
 def wasted_casts(jaxpr: Any) -> list[str]:
     """Return what is cast twice to one dtype in one scope, or there and back."""
     wasted = []
     for scope in scopes(jaxpr):
         made_by, seen = {}, set()
-        for eqn in scope.eqns:
+        for eqn in _run(scope):
             if eqn.primitive.name != "convert_element_type":
                 continue
             (operand,), (result,) = eqn.invars, eqn.outvars

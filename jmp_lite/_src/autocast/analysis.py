@@ -323,7 +323,7 @@ class Analyzer:
             outs=tuple(outs),
             place=place,
             steps=tuple(arranged.steps),
-            sums=frozenset(arranged.sums),
+            read_again=frozenset(arranged.read_again),
             rounded=frozenset(arranged.rounded if has_gradients else ()),
         )
 

@@ -46,10 +46,10 @@ class Values:
         self,
         half_dtype: Any,
         reads: Reads = NO_READS,
-        sums_of_arrays: frozenset[Var] = frozenset(),
+        read_again: frozenset[Var] = frozenset(),
     ):
         self.half_dtype, self.reads = half_dtype, reads
-        self._sums = sums_of_arrays
+        self._read_again = read_again
         self._made: dict[Any, Any] = {}
         # The cast of a float32 value to half, or the float32 value of a half one.
         self._cast: dict[Any, Any] = {}
@@ -70,8 +70,8 @@ class Values:
         for var, value, is_half in zip(variables, values, half, strict=True):
             if is_half:
                 self._inner[var] = value
-                is_sum = var in self._sums
-                store = sums.stored if is_sum else lax.convert_element_type
+                is_read = var in self._read_again
+                store = sums.stored if is_read else lax.convert_element_type
                 value = store(value, self.half_dtype)
             self._made[var] = value
 
@@ -101,7 +101,7 @@ class Values:
                 binding.bind(move, [self.in_f32(move.invars[0])])[0]
                 if move
                 else sums.read_stored(value)
-                if var in self._sums
+                if var in self._read_again
                 else _cast(value, F32)
             )
         return self._cast[var]
@@ -305,7 +305,7 @@ class Emitter:
 
         These are the products that `zeros` has, which are added to their results.
         """
-        values = Values(self.half_dtype, plan.reads, plan.sums)
+        values = Values(self.half_dtype, plan.reads, plan.read_again)
         factors: dict[int, Any] = {}
         values.write(plan.jaxpr.constvars, plan.consts)
         values.write(plan.jaxpr.invars, args)
@@ -352,7 +352,7 @@ class Emitter:
         product = plan.jaxpr.eqns[part.product], plan.eqn_plans[part.product]
 
         def compute(operands):
-            inner = Values(self.half_dtype, plan.reads, plan.sums)
+            inner = Values(self.half_dtype, plan.reads, plan.read_again)
             inner.write(part.reads, operands)
             self._run_before(part, plan, inner)
             return self.run_eqn(*product, inner)

@@ -42,7 +42,7 @@ from jmp_lite._src.autocast.storage import (
 )
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Jaxpr, Var, variables
-from jmp_lite._src.jaxprs.primitives import CALLS, CAST, Fact, degrees, facts
+from jmp_lite._src.jaxprs.primitives import CALLS, CAST, Fact, degree, degrees, facts
 
 # A product makes again what repeats an array so many times.
 _REPEATS = 2
@@ -57,7 +57,7 @@ class Arranged(NamedTuple):
     plans: Sequence[EqnPlan]
     steps: Sequence[int | Segment | Part]
     rounded: Set[Var]  # what has its gradient stored in half
-    sums: Set[Var]  # the sums that are stored
+    read_again: Set[Var]  # what of it is read in float32 elsewhere
 
 
 def arrange(
@@ -106,7 +106,8 @@ def _is_f32_or_exact(dtype: Any) -> bool:
 
 def _moves_in_order(eqn: Eqn) -> bool:
     known = facts(eqn.primitive.name)
-    in_order = known & Fact.IN_ORDER and known & (Fact.REPEATS | Fact.PERMUTES)
+    moves = Fact.REPEATS | Fact.PERMUTES | Fact.ELEMENTWISE
+    in_order = known & Fact.IN_ORDER and known & moves
     return bool(in_order) or known == Fact.MOVES
 
 
@@ -212,7 +213,8 @@ class _Search:
         rounded = set().union(*map(self._rounded_backward, groups))
         found = (self._segment(g, half) for g in groups if self.has_segments)
         segments = [segment for segment in found if segment is not None]
-        return Arranged(half, plans, self._steps(segments, plans), rounded, self.cut)
+        steps, read_again = self._steps(segments, plans), self._read_again(half)
+        return Arranged(half, plans, steps, rounded, read_again)
 
     def _find_levels(self) -> None:
         """Find which equations are in segments, and the level of each."""
@@ -296,6 +298,22 @@ class _Search:
             else:
                 half.update(itertools.compress(eqn.outvars, plan.half_out))
         return half
+
+    def _read_again(self, half: Set[Var]) -> set[Var]:
+        """Return what is stored in half, and read in float32 elsewhere."""
+        return {
+            v
+            for v in half
+            if self._is_made_inside(v)
+            and any(
+                self.is_inside[r] or not self._reads_half(r, v)
+                for r in self._outside(v)
+            )
+        }
+
+    def _is_made_inside(self, var: Var) -> bool:
+        maker = self.made_by.get(var)
+        return maker is not None and self.is_inside[maker]
 
     def _is_stored_in_half(self, var: Var) -> bool:
         use, readers = self.uses.get(var, 0), self._outside(var)
@@ -454,7 +472,8 @@ class _Search:
         maker = self.made_by[var]
         eqn = self.eqns[maker]
         is_linear = facts(eqn.primitive.name) & (Fact.LINEAR | Fact.MOVES)
-        if not (is_linear or _is_exact(eqn)):
+        is_multiple = degree(eqn) == 1  # as of dropout
+        if not (is_linear or is_multiple or _is_exact(eqn)):
             return False
         return all(map(self._is_sum, filter(self._is_inner, variables(eqn.invars))))
 

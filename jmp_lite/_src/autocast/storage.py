@@ -210,7 +210,8 @@ class Plan:
     # What runs, in this order; equations by index.
     steps: tuple[int | Segment | Part, ...] = ()
     rounded: frozenset[Var] = frozenset()  # whose gradients are stored in half
-    sums: frozenset[Var] = frozenset()  # those of several arrays that are stored
+    # What is stored in half, and read in float32 elsewhere.
+    read_again: frozenset[Var] = frozenset()
 
     @property
     def half_in(self) -> tuple[bool, ...]:
