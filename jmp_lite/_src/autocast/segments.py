@@ -301,11 +301,11 @@ class _Search:
 
     def _read_again(self, half: Set[Var]) -> set[Var]:
         """Return what is stored in half, and read in float32 elsewhere."""
-        return {
+        return self.cut | {
             v
             for v in half
             if self._is_made_inside(v)
-            and any(
+            and all(
                 self.is_inside[r] or not self._reads_half(r, v)
                 for r in self._outside(v)
             )
@@ -321,12 +321,18 @@ class _Search:
             return False
         if var in self.returned and not use & (Use.HALF | Use.FLOAT32):
             return False
-        if not readers and var not in self.returned:
+        if var not in self.returned and all(self._runs_beside(var, r) for r in readers):
             return False
         if self.held[var] == HALF or use & Use.DTYPE == Use.HALF:
             return True
         is_read = var not in self.returned
         return is_read and all(self._reads_half(r, var) for r in readers)
+
+    def _runs_beside(self, var: Var, reader: int) -> bool:
+        """Return whether arithmetic reads a value as soon as it is made."""
+        maker = self.made_by.get(var)
+        is_between = maker is not None and self.is_inside[maker] and self.is_inside[reader]
+        return is_between and self.level[maker] == self.level[reader]
 
     def _reads_half(self, reader: int, var: Var) -> bool:
         plan = self.plans[reader]
