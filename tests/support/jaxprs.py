@@ -1,5 +1,6 @@
 """Look into jaxprs: their equations at any depth, products and casts among them."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -138,11 +139,16 @@ def _run(jaxpr: Any) -> list[Any]:
 
 
 def wasted_casts(jaxpr: Any) -> list[str]:
-    """Return what is cast twice to one dtype in one scope, or there and back."""
+    """Return what is cast twice to one dtype in one scope, or there and back.
+
+    What else reads a half value has it stored.
+    """
     wasted = []
     for scope in scopes(jaxpr):
-        made_by, seen = {}, set()
-        for eqn in _run(scope):
+        made_by, seen, eqns = {}, set(), _run(scope)
+        reads = Counter(v for e in eqns for v in e.invars if not compat.is_literal(v))
+        reads.update(v for v in scope.outvars if not compat.is_literal(v))
+        for eqn in eqns:
             if eqn.primitive.name != "convert_element_type":
                 continue
             (operand,), (result,) = eqn.invars, eqn.outvars
@@ -152,7 +158,8 @@ def wasted_casts(jaxpr: Any) -> list[str]:
             if key in seen:
                 wasted.append(f"twice: {operand.aval} to {result.aval}")
             source = made_by.get(operand)
-            if source is not None and source.aval.dtype == result.aval.dtype:
+            is_back = source is not None and source.aval.dtype == result.aval.dtype
+            if is_back and reads[operand] == 1:
                 wasted.append(f"there and back: {operand.aval} to {result.aval}")
             seen.add(key)
             made_by[result] = operand
