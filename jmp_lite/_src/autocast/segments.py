@@ -116,10 +116,14 @@ def keeps_arrays(eqn: Eqn) -> bool:
 
     That of a sum keeps none, and that of a choice a mask.
     """
-    known, bodies = facts(eqn.primitive.name), compat.jaxprs_of(eqn)
-    if bodies or not core.is_f32(eqn.outvars[0]):
-        return any(keeps_arrays(inner) for body in bodies for inner in body.eqns)
-    if is_reduction(eqn) or eqn.primitive.name == CAST:
+    return any(map(_keeps_arrays, core.inner_eqns(eqn)))
+
+
+def _keeps_arrays(eqn: Eqn) -> bool:
+    known = facts(eqn.primitive.name)
+    if not core.is_f32(eqn.outvars[0]) or is_reduction(eqn):
+        return False
+    if eqn.primitive.name == CAST:
         return False
     if known & (Fact.MOVES | Fact.JOINS | Fact.LINEAR | Fact.EXACT | Fact.LIMITS):
         return False
@@ -133,26 +137,24 @@ def _adds(eqn: Eqn) -> bool:
 
 def _is_exact(eqn: Eqn) -> bool:
     """Return whether to round the operand or the result is the same, as of a ReLU."""
-    if bodies := compat.jaxprs_of(eqn):
-        return all(_is_exact(inner) for body in bodies for inner in body.eqns)
-    return bool(facts(eqn.primitive.name) & (Fact.EXACT | Fact.JOINS))
+    exact = Fact.EXACT | Fact.JOINS
+    return all(facts(e.primitive.name) & exact for e in core.inner_eqns(eqn))
 
 
 def _chooses(eqn: Eqn) -> bool:
     """Return whether arithmetic chooses numbers of arrays: by size, or by a mask."""
-    if bodies := compat.jaxprs_of(eqn):
-        return any(_chooses(inner) for body in bodies for inner in body.eqns)
-    known, reduces = facts(eqn.primitive.name), is_reduction(eqn)
-    return bool(known & (Fact.LIMITS | Fact.CHOOSES)) and not reduces
+    chooses = Fact.LIMITS | Fact.CHOOSES
+    return any(
+        facts(e.primitive.name) & chooses and not is_reduction(e)
+        for e in core.inner_eqns(eqn)
+    )
 
 
 def _is_polynomial(eqn: Eqn) -> bool:
     """Return whether arithmetic is no activation: sums, products, moves."""
-    known = facts(eqn.primitive.name)
-    if bodies := compat.jaxprs_of(eqn):
-        return all(_is_polynomial(inner) for body in bodies for inner in body.eqns)
     polynomial = Fact.ARITHMETIC | Fact.EXACT | Fact.MOVES | Fact.JOINS | Fact.COMPARES
-    return not known & Fact.ELEMENTWISE or bool(known & polynomial)
+    known = (facts(e.primitive.name) for e in core.inner_eqns(eqn))
+    return all(not of & Fact.ELEMENTWISE or of & polynomial for of in known)
 
 
 def _without_gradients(eqns: Sequence[Eqn]) -> set[Var]:
@@ -331,7 +333,9 @@ class _Search:
     def _runs_beside(self, var: Var, reader: int) -> bool:
         """Return whether arithmetic reads a value as soon as it is made."""
         maker = self.made_by.get(var)
-        is_between = maker is not None and self.is_inside[maker] and self.is_inside[reader]
+        is_between = (
+            maker is not None and self.is_inside[maker] and self.is_inside[reader]
+        )
         return is_between and self.level[maker] == self.level[reader]
 
     def _reads_half(self, reader: int, var: Var) -> bool:

@@ -30,6 +30,23 @@ def variables(operands: Iterable[Any]) -> Iterator[Var]:
     return (v for v in operands if not compat.is_literal(v))
 
 
+def inner_eqns(eqn: Eqn) -> Iterator[Eqn]:
+    """Yield the equations in the jaxprs of one, at any depth, or itself if it has none.
+
+    What holds others is left out. A jaxpr that is called often is visited once.
+    """
+    seen, queue = set(), [eqn]
+    while queue:
+        eqn = queue.pop()
+        bodies = compat.jaxprs_of(eqn)
+        if not bodies:
+            yield eqn
+        for body in bodies:
+            if id(body) not in seen:
+                seen.add(id(body))
+                queue += body.eqns
+
+
 def dtype_of(var: Var) -> Any:
     """Return the dtype of a value; None of a token or a ref, which is no value.
 
