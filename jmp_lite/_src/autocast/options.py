@@ -96,28 +96,26 @@ class OpRules:
         object.__setattr__(self, "classes", tuple(sorted(pairs.items())))
 
     @classmethod
-    def default(cls, compute_dtype: Any) -> "OpRules":
+    def default(cls, compute_dtype: Any, half_results: bool = True) -> "OpRules":
         """Return the rules for a compute dtype.
-
-        bfloat16 has the range of float32 and few digits: results of matrix products are
-        half, as in torch. float16 has the digits and not the range: results are half
-        only on the way from one product to the next, and powers stay float32.
 
         Args:
           compute_dtype: `jnp.float16` or `jnp.bfloat16`, or its name.
+          half_results: as in the constructor. Without, powers are float32 in float16.
 
         Examples:
-          >>> OpRules.default(jnp.bfloat16).class_of("square")
-          'promote'
           >>> OpRules.default(jnp.float16).class_of("square")
+          'promote'
+          >>> OpRules.default(jnp.float16, half_results=False).class_of("square")
           'float32'
         """
         is_f16 = dtypes.parse_dtype(compute_dtype) == jnp.float16
+        is_safe = is_f16 and not arguments.flag(half_results, "half_results")
         classes = {
-            name: known.in_f16 if is_f16 else known.op_class
+            name: known.in_f16 if is_safe else known.op_class
             for name, known in PRIMITIVES.items()
         }
-        return cls(classes, half_results=not is_f16)
+        return cls(classes, half_results)
 
     @classmethod
     def only(cls, classes: Any) -> "OpRules":
@@ -186,12 +184,10 @@ def resolve_rules(
 ) -> OpRules:
     """Return the rules of a call of `autocast`, which documents what this raises."""
     if rules is None or isinstance(rules, Mapping):
-        default = OpRules.default(compute_dtype)
+        half_results = True if half_results is None else half_results
+        default = OpRules.default(compute_dtype, half_results)
         classes = dict(default.classes) | _printed(rules or {})
         rules = dataclasses.replace(default, classes=classes)
-        everywhere = policy.default if isinstance(policy, PolicyMap) else policy
-        if half_results is None and everywhere.output_dtype == compute_dtype:
-            half_results = True
     if not isinstance(rules, OpRules):
         raise TypeError(
             "Expected rules that map primitives to classes, such as {'tanh': "

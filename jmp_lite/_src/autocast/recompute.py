@@ -34,7 +34,6 @@ from jmp_lite._src.autocast.precision import (
     Direction,
     EqnPlan,
     Part,
-    has_range_of_f32,
 )
 from jmp_lite._src.autocast.saving import Work, is_reduction
 from jmp_lite._src.autocast.waiting import Called, Waiting
@@ -55,8 +54,8 @@ RECOMPUTED = "in f32, and again for the backward pass"
 class Clusters:
     """Finds the clusters of plans, and what they call, once for each."""
 
-    def __init__(self, half_dtype: Any):
-        self._has_range = has_range_of_f32(half_dtype)
+    def __init__(self, has_range: bool):
+        self._has_range = has_range  # whether results need not wait, or be float32
         self._works: dict[CastPlan, Work | None] = {}
         self._bodies: dict[CastPlan, CastPlan] = {}
         self._sums_of: dict[CastPlan, Any] = {}
