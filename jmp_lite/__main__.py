@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jmp_lite
 from jmp_lite._src import doctor, extras, reports
+from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.memory import command as memory_command
 
 
@@ -21,6 +22,8 @@ def main(args: Sequence[str] | None = None, prog: str = "jmp-lite") -> int:
     try:
         return options.run(options) or 0
     except (ModuleNotFoundError, RuntimeError, ValueError) as error:
+        if sources.is_of_user(error):
+            raise
         print(reports.printable(str(error), keep="\n"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -84,12 +84,13 @@ def one_of(value: Any, name: str, options: Sequence[str | None], remedy="") -> A
     raise ValueError(wrong(name, f"one of {tuple(options)}", value, remedy))
 
 
-def positions(value: Any, name: str, least: int = 1) -> None:
-    """Check the index of an argument, or those of several."""
-    given = value if isinstance(value, tuple | list) else (value,)
+def positions(value: Any, name: str, least: int = 1) -> tuple[int, ...]:
+    """Return the index of an argument, or those of several."""
+    given = tuple(value) if isinstance(value, tuple | list) else (value,)
     is_int = [isinstance(i, int | np.integer) and type(i) is not bool for i in given]
     if not all(is_int) or len(given) < least:
         raise TypeError(wrong(name, "the index of an argument, or several", value))
+    return given
 
 
 def text(value: Any, name: str) -> str:

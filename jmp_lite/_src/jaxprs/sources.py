@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ def source_line(eqn: Eqn, around: str = "") -> str:
     if not of_users:
         return around
     return f"{files[of_users[0]]}:{frames[of_users[0]].start_line}"
+
+
+def is_of_user(error: BaseException) -> bool:
+    """Return whether an error went through code that is not JAX', Python's or ours."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(not _is_of_tools(frame.f_code.co_filename) for frame, _ in frames)
 
 
 def lines_of_rules() -> AbstractContextManager[None]:

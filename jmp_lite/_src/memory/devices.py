@@ -11,6 +11,7 @@ import threading
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -101,7 +102,7 @@ _ONE_THREAD = threading.Lock()
 
 
 @functools.cache
-def _devices(device: str, count: int) -> Sequence[jax.Device]:
+def _devices(device: str, count: int) -> Sequence[Any]:
     if device == "cpu":
         return jax.devices("cpu")
     if device in _TPUS:

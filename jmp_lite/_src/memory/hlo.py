@@ -308,7 +308,7 @@ class _Traffic:
             return sum(map(self._size, x.operands)) + x.size
         (fused,) = x.called
         read = sum(
-            min(self._size(name), self._read(self._parameters.get((fused, i))))
+            self._read(self._parameters.get((fused, i)), self._size(name))
             for i, name in enumerate(x.operands)
         )
         return read + min(x.size, self._written(self._roots[fused]))
@@ -316,22 +316,21 @@ class _Traffic:
     def _size(self, name: str) -> int:
         return self._by_name[name].size if name in self._by_name else 0
 
-    def _read(self, x: Instruction | None) -> float:
+    def _read(self, x: Instruction | None, size: int) -> int:
         """Return the bytes that a fusion reads of a parameter: all, or slices."""
         if x is None or x.is_root:
-            return math.inf
+            return size
         total = 0
         for reader in self._readers[x.name]:
-            is_source = reader.operands[0] == x.name
             if reader.opcode == "bitcast":
-                total += self._read(reader)
-            elif reader.opcode not in (_READ, _UPDATE) or not is_source:
-                return math.inf
+                total += self._read(reader, size)
+            elif reader.opcode not in (_READ, _UPDATE) or reader.operands[0] != x.name:
+                return size
             elif reader.opcode == _READ:
                 total += reader.arrays[0].bytes
-        return total
+        return min(total, size)
 
-    def _written(self, x: Instruction) -> float:
+    def _written(self, x: Instruction) -> int:
         """Return the bytes that a fusion writes of its result: all, or a slice."""
         if x.opcode in ("tuple", "bitcast"):
             names = (name for name in x.operands if name in self._by_name)
