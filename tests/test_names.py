@@ -127,7 +127,7 @@ def test_a_name_on_the_command_line_and_in_errors_is_text(
     assert main(["memory", f"os:{name}"]) == 1
     shown = str(Casts({name: Cast("float32", "float16", 0)}))
     assert shown == f"{reports.printable(name)}  float32 -> float16"
-    assert "\x1b" not in str(dataclasses.replace(DIAGNOSIS, missing=(name,)))
+    assert "\x1b" not in str(dataclasses.replace(DIAGNOSIS, findings=(name,)))
     error = capsys.readouterr().err
     assert repr(name)[1:-1] in error
     assert squeezed(f"tracing os:{reports.printable(name)}") in squeezed(error)

@@ -244,19 +244,16 @@ class _Made:
         if not core.is_f32(var) or products.is_half_product(eqn):
             return ""
         if of_eqn & Fact.PRODUCT:
-            return "a product in float32" + ": half under autocast" * (not is_autocast)
+            product = "a product in float32"
+            return product if is_autocast else f"{product}: half under autocast"
         if var in self._of_softmax:
-            keeps = ": autocast keeps half probabilities alone"
-            return "of a softmax" + keeps * (not is_autocast)
+            half = "of a softmax: autocast keeps half probabilities alone"
+            return "of a softmax" if is_autocast else half
         if not of_eqn & Fact.ELEMENTWISE:
             return ""
-        # autocast computes no sums again.
-        is_autocast = is_autocast or bool(of_eqn & Fact.LINEAR)
-        return (
-            f"elementwise: {again}"
-            if is_autocast
-            else f"elementwise: autocast or {again}"
-        )
+        if is_autocast or of_eqn & Fact.LINEAR:  # autocast computes no sums again
+            return f"elementwise: {again}"
+        return f"elementwise: autocast or {again}"
 
     def _is_copy(self, var: Var) -> bool:
         """Return whether a variable is a cast or a move of an argument."""
