@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import shutil
 import sys
 from collections.abc import Sequence
 
@@ -79,10 +78,7 @@ def _seconds(text: str) -> float:
 def _doctor(options: argparse.Namespace) -> None:
     show = _show_progress if sys.stderr.isatty() else lambda share: None
     diagnosis = doctor.diagnose(seconds=options.seconds, on_progress=show)
-    if options.json:
-        print(diagnosis.to_json())
-    else:
-        print(diagnosis.to_text(shutil.get_terminal_size().columns))
+    print(diagnosis.to_json() if options.json else diagnosis)
 
 
 def _show_progress(share: float) -> None:

@@ -73,9 +73,6 @@ class Diagnosis(reports.Report):
         scale = "dynamic" if self.policy == "mixed_float16" else "none"
         return f'Train with get_policy("{self.policy}"), loss scale: {scale}.'
 
-    def _text(self):
-        return self.to_text().split("\n")
-
     def _table(self, every):
         size = max(rate.size for rate in self.rates)
         numbers = ("TFLOP/s", "/ float32")
@@ -91,18 +88,15 @@ class Diagnosis(reports.Report):
             self.recommendation, columns, rows, numbers, caption=findings
         )
 
-    def to_text(self, width: int = 80) -> str:
-        """Return the result as a table and sentences, which are wrapped at `width`."""
+    def _text(self):
         table = self._table(every=True)
         versions = [f"{name} {version}" for name, version in self.versions.items()]
-        advice = [self.recommendation, *(f"- {finding}" for finding in self.findings)]
-        parts = [
-            [", ".join(versions), *self.devices],
-            reports.text_lines(table.columns, table.rows, table.numbers),
-            [textwrap.fill(text, width, break_on_hyphens=False) for text in advice],
-        ]
-        text = "\n\n".join("\n".join(lines) for lines in parts)
-        return reports.printable(text, keep="\n")
+        lines = [", ".join(versions), *self.devices, ""]
+        lines += reports.text_lines(table.columns, table.rows, table.numbers)
+        lines += ["", self.recommendation]
+        for finding in self.findings:
+            lines += textwrap.wrap(f"- {finding}", 88, break_on_hyphens=False)
+        return lines
 
 
 def diagnose(

@@ -68,7 +68,11 @@ def test_parameters_are_what_a_gradient_or_a_model_has():
     found = told(lambda w, x: w - x.sum(), X, jnp.ones(3))
     assert found == sizes(parameters=X, batch=jnp.ones(3))
     pair = {"x": X, "y": X}  # a batch is a tree, too
-    found = told(lambda w, batch: loss_fn(w, batch["x"] + batch["y"]), PARAMS, pair)
+
+    def loss_of_pair(params, batch):
+        return loss_fn(params, batch["x"] + batch["y"])
+
+    found = told(loss_of_pair, PARAMS, pair)
     assert found == sizes(parameters=PARAMS, batch=pair)
 
 

@@ -278,6 +278,10 @@ body=%body, backend_config={"known_trip_count":{"n":"16"}}
 
 
 def test_what_a_loop_does_counts_by_its_trips_and_slices_as_slices():
+    twice = LOOP.replace("to_apply=%add\n", "channel_id=1, to_apply=%add\n")
+    other = "  %other = f32[1,8]{1,0} all-reduce(%x), channel_id=1\n  %more"
+    twice = twice.replace("  %more", other)
+    assert hlo.count(twice).collective_calls == {"all-reduce": 32}
     counts = hlo.count(LOOP)
     row = 8 * 4
     assert counts.kernels == 16 * 2

@@ -198,7 +198,7 @@ def test_mistakes_are_named_at_the_call():
         memory.saved(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"write saved\(f, policy\)\(\*args\)"):
         memory.saved(gpt, PARAMS, TOKENS)  # pyright: ignore[reportCallIssue]
-    with pytest.raises(ValueError, match="policy 'bf17'"):
+    with pytest.raises(ValueError, match="Unknown dtype 'bf17'"):
         memory.saved(gpt, "bf17")
     with pytest.raises(TypeError, match="tokens"):
         memory.saved(gpt)(PARAMS)  # pyright: ignore[reportCallIssue]

@@ -49,7 +49,6 @@ def classes_of_leaves(
     """
     names = _argument_names(fun, len(args))
     given = dict(classes or {})
-    has_state = any(map(_has_state, args))
     returned = {_structure(tree) for tree in _nodes(result)}
     if any(not trees.is_array(arg) for arg in args):  # a lone array is none of them
         returned = {x for x in returned if x[0] != jax.tree.structure(0)}
@@ -57,19 +56,10 @@ def classes_of_leaves(
     named = [*zip(names, args, strict=True), *kwargs.items()]
     for index, (name, arg) in enumerate(named):
         known = [given.pop(key) for key in (name, index) if key in given]
-
-        def class_of(tree: Any, name: str = name, index: int = index) -> str:
-            floating = [
-                x for x in _arrays(tree) if jnp.issubdtype(x.dtype, jnp.inexact)
-            ]
-            if _structure(tree) in returned:
-                return PARAMETERS if floating else OTHER
-            # A forward pass returns nothing like its parameters.
-            is_tree = not trees.is_array(tree) and len(floating) > 1
-            is_first = is_tree and index == 0 and not has_state
-            return _FIELDS.get(name) or (PARAMETERS if is_first else BATCH)
-
-        found += known[:1] * len(_arrays(arg)) or _classes(arg, class_of)
+        if known:
+            found += known[:1] * len(_arrays(arg))
+        else:
+            found += _classes(arg, returned, _FIELDS.get(name, BATCH))
     if given:
         raise ValueError(
             f"classes has {next(iter(given))!r}, and the arguments are "
@@ -79,31 +69,31 @@ def classes_of_leaves(
 
 
 def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):
-        parameters = ()
+    parameters = inspect.signature(fun).parameters.values()
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     names = [p.name for p in parameters if p.kind in kinds][:count]
     return names + [f"argument {i}" for i in range(len(names), count)]
 
 
-def _classes(tree: Any, class_of: Callable[[Any], str]) -> list[str]:
-    """Return the class of each array, by `class_of` where there is no state."""
-    variables = jax.tree.leaves(tree, is_leaf=_is_variable)
+def _classes(tree: Any, returned: set[Any], otherwise: str) -> list[str]:
+    """Return the class of each array, by what the step returns."""
+    arrays, variables = _arrays(tree), jax.tree.leaves(tree, is_leaf=_is_variable)
     if any(map(_is_variable, variables)):
         return [_class_of_variable(x) for x in variables for _ in _arrays(x)]
     if _is_state(tree):
-        return [STATE] * len(_arrays(tree))
+        return [STATE] * len(arrays)
     # As variables of linen have parameters.
     names = tree if isinstance(tree, Mapping) else getattr(tree, "__dict__", ())
     if not _has_state(tree) and ("params" not in names or trees.is_array(tree)):
-        return [class_of(tree)] * len(_arrays(tree))
+        if _structure(tree) in returned:
+            is_floating = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
+            otherwise = PARAMETERS if is_floating else OTHER
+        return [otherwise] * len(arrays)
     found = []
     for path, child in _children(tree):
         known = _FIELDS.get(trees.key_path(path))
         if known is None or (known == PARAMETERS and _has_state(child)):
-            found += _classes(child, class_of)
+            found += _classes(child, returned, otherwise)
         else:
             found += [known] * len(_arrays(child))
     return found

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from jmp_lite._src import arguments, extras, reports
-from jmp_lite._src.memory import classes, step
+from jmp_lite._src.memory import classes, liveness, step
 
 # Okabe and Ito's palette, for colour-blind readers.
 _COLOURS = {
     classes.PARAMETERS: "#0072B2",
-    step.GRADIENTS: "#56B4E9",
+    liveness.GRADIENTS: "#56B4E9",
     classes.STATE: "#009E73",
-    step.ACTIVATIONS: "#E69F00",
+    liveness.ACTIVATIONS: "#E69F00",
     step.RESULTS: "#D55E00",
-    step.TEMPORARIES: "#999999",
+    liveness.TEMPORARIES: "#999999",
     classes.BATCH: "#CC79A7",
     classes.OTHER: "#F0E442",
 }

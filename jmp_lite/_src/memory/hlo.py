@@ -183,11 +183,12 @@ def count(text: str) -> Counts:
     half_adders, traffic = _half_adders(program), _Traffic(program)
     found, moved, calls, products = (collections.Counter() for _ in range(4))
     dtypes = {x.name: x.arrays[0].dtype for x in program if x.arrays}
+    fused = {name for x in program if x.opcode == "fusion" for name in x.called}
     pieces = set()
     for x in program:
         opcode = x.opcode.removesuffix("-start")
         if opcode in _COLLECTIVES:
-            if (piece := _piece(x)) not in pieces:
+            if (piece := _piece(x, fused)) not in pieces:
                 pieces.add(piece)
                 calls[opcode] += times[x.computation] or 1
                 for array in _left(x):
@@ -247,10 +248,10 @@ def _half_adders(program: list[Instruction]) -> set[str]:
     return adds & half
 
 
-def _piece(x: Instruction) -> tuple[Any, ...]:
+def _piece(x: Instruction, fused: set[str]) -> tuple[Any, ...]:
     """Return what the pieces of a collective have in common, if it is in pieces."""
     channel = _CHANNEL.search(x.line)
-    if channel is None or x.is_entry:
+    if channel is None or x.computation not in fused:
         return (x.name,)
     return (channel.group(), *x.arrays, *_METADATA.findall(x.line))
 

@@ -18,8 +18,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import name_scopes
@@ -42,15 +41,29 @@ _INNER = re.compile(
 )
 
 
-class Live(NamedTuple):
-    """An array in memory at the peak."""
+GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
 
-    layer: str  # the name-scope path of what made it
-    operation: str  # its primitive, or XLA's instruction
-    dtype: str  # as XLA calls it: "bf16"
-    size: int  # in bytes
-    made_in: str  # "forward" or "backward"; "" outside of differentiation
-    elements: int
+
+@dataclasses.dataclass(frozen=True)
+class LiveRow:
+    """Arrays in memory at the peak, a row of what `of_step` found.
+
+    Attributes:
+      kind: `"gradients"`: of the backward pass, with the size of a parameter;
+        `"activations"`: of the forward pass; `"temporaries"`: all others.
+      layer: the name-scope path of what made them, `""` outside any scope.
+      operation: its primitive, or XLA's instruction.
+      dtype: as XLA calls it: `"bf16"`.
+      arrays: how many.
+      bytes: all of them.
+    """
+
+    kind: str
+    layer: str
+    operation: str
+    dtype: str
+    arrays: int
+    bytes: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,20 +73,23 @@ class _Array:
     op_name: str  # of what made it; of the loop that fills it, if that has none
     last_read: int  # the step that reads it last
 
-    def live(self) -> Live:
+    def row(self, parameter_sizes: Collection[int]) -> tuple[str, str, str, str]:
+        """Return what the arrays of a row have in common."""
+        kind = TEMPORARIES
+        if name_scopes.is_backward(self.op_name, around=False):
+            if self.array.elements in parameter_sizes:
+                kind = GRADIENTS
+        elif "jvp(" in self.op_name or name_scopes.REMATTED in self.op_name:
+            kind = ACTIVATIONS
         layer, operation = place(self.op_name)
-        is_backward = name_scopes.is_backward(self.op_name, around=False)
-        is_forward = "jvp(" in self.op_name or name_scopes.REMATTED in self.op_name
-        made_in = "backward" if is_backward else "forward" if is_forward else ""
-        operation = operation or self.opcode
-        dtype, size, elements = self.array.dtype, self.array.size, self.array.elements
-        return Live(layer, operation, dtype, size, made_in, elements)
+        return kind, layer, operation or self.opcode, self.array.dtype
 
 
-def at_peak(text: str) -> list[Live]:
+def at_peak(text: str, parameter_sizes: Collection[int] = ()) -> tuple[LiveRow, ...]:
     """Return what is at the peak of a scheduled program beside arguments and results.
 
-    The text is that of its HLO module.
+    The text is that of its HLO module; sizes are numbers of elements. The largest rows
+    are first.
     """
     computations, entry = collections.defaultdict(list), ""
     for x in hlo.parse(text):
@@ -85,7 +101,12 @@ def at_peak(text: str) -> list[Live]:
         # Results of one that is called are in what it carries, or counted outside.
         return _peak(computations[name], of_computation)
 
-    return [array.live() for array in of_computation(entry)]
+    rows = collections.defaultdict(list)
+    for x in of_computation(entry):
+        if x.array.size:
+            rows[x.row(parameter_sizes)].append(x.array.size)
+    found = [LiveRow(*row, len(sizes), sum(sizes)) for row, sizes in rows.items()]
+    return tuple(sorted(found, key=lambda row: -row.bytes))
 
 
 def place(op_name: str) -> tuple[str, str]:

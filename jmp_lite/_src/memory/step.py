@@ -14,35 +14,18 @@ from jmp_lite._src.autocast.transform import check_function
 from jmp_lite._src.memory import classes as roles
 from jmp_lite._src.memory import devices as targets
 from jmp_lite._src.memory import hlo, liveness, program
+from jmp_lite._src.memory.liveness import (
+    ACTIVATIONS,
+    GRADIENTS,
+    TEMPORARIES,
+    LiveRow,
+)
 from jmp_lite._src.memory.saved import total
 from jmp_lite._src.reports import size
 
 P = ParamSpec("P")
 
-GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
 RESULTS = "results"
-
-
-@dataclasses.dataclass(frozen=True)
-class LiveRow:
-    """Arrays in memory at the peak, a row of what `of_step` found.
-
-    Attributes:
-      kind: `"gradients"`: of the backward pass, with the size of a parameter;
-        `"activations"`: of the forward pass; `"temporaries"`: all others.
-      layer: the name-scope path of what made them, `""` outside any scope.
-      operation: its primitive, or XLA's instruction.
-      dtype: as XLA calls it: `"bf16"`.
-      arrays: how many.
-      bytes: all of them.
-    """
-
-    kind: str
-    layer: str
-    operation: str
-    dtype: str
-    arrays: int
-    bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,6 +232,9 @@ def of_step(
         arrays = filter(trees.is_array, jax.tree.leaves(given))
         pairs = list(zip(names, arrays, strict=True))
         parameters = [x for name, x in pairs if name == roles.PARAMETERS]
+        parameter_sizes = {
+            program.shard_bytes(x) // x.dtype.itemsize for x in parameters
+        }
         memory = built.compiled.memory_analysis()
         counts = hlo.count(built.text)._asdict()
         here = f"this machine ({jax.devices()[0].device_kind})"
@@ -263,7 +249,7 @@ def of_step(
             results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
             donated=memory.alias_size_in_bytes,
             temporaries=memory.temp_size_in_bytes,
-            live=_rows(liveness.at_peak(built.text), parameters),
+            live=liveness.at_peak(built.text, parameter_sizes),
             traffic=counts["traffic"],
             bytes_accessed=int(compat.cost_analysis(built.compiled)["bytes accessed"]),
             flops=built.flops,
@@ -301,19 +287,3 @@ def parse_bytes(text: str) -> int:
         )
     base = 1024 if found[3] else 1000
     return int(float(found[1]) * base ** ("KMGT".index(found[2]) + 1))
-
-
-def _rows(
-    found: Sequence[liveness.Live], parameters: Sequence[jax.Array]
-) -> tuple[LiveRow, ...]:
-    """Return what is live by layer, operation and dtype, the largest first."""
-    sizes = {program.shard_bytes(x) // x.dtype.itemsize for x in parameters}
-    groups: dict[tuple[str, str, str, str], list[int]] = collections.defaultdict(list)
-    for x in found:
-        kind = ACTIVATIONS if x.made_in == "forward" else TEMPORARIES
-        if x.made_in == "backward" and x.elements in sizes:
-            kind = GRADIENTS
-        if x.size:
-            groups[kind, x.layer, x.operation, x.dtype].append(x.size)
-    rows = [LiveRow(*key, len(x), sum(x)) for key, x in groups.items()]
-    return tuple(sorted(rows, key=lambda row: -row.bytes))
