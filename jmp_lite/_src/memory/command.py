@@ -71,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
             raise
         raise ValueError(str(error)) from error
     finally:
-        sys.path.remove(here)
+        if here in sys.path:
+            sys.path.remove(here)
     if options.json:
         print(report.to_json())
     elif options.every:

@@ -149,7 +149,8 @@ def parse(text: str) -> list[Instruction]:
             called = _REFERENCE.findall(" ".join(_CALLED.findall(line)))
             # A fusion may have no name, and is of its last instruction that has one; a
             # copy that XLA adds is of what it copies.
-            known = (op_names.get(x) for x in (*called, *operands[:1]))
+            of_fusion = called if opcode == "fusion" else []
+            known = (op_names.get(x) for x in (*of_fusion, *operands[:1]))
             own = _OP_NAME.search(line)
             op_name = _unescaped(own[1]) if own else next(filter(None, known), "")
             op_names[name] = op_name

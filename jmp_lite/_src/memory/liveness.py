@@ -101,7 +101,7 @@ def at_peak(text: str, parameter_sizes: Collection[int] = ()) -> tuple[LiveRow, 
         # Results of one that is called are in what it carries, or counted outside.
         return _peak(computations[name], of_computation)
 
-    rows = collections.defaultdict(list)
+    rows: dict[tuple[str, str, str, str], list[int]] = collections.defaultdict(list)
     for x in of_computation(entry):
         if x.array.size:
             rows[x.row(parameter_sizes)].append(x.array.size)
