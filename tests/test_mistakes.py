@@ -446,7 +446,7 @@ NEWCOMERS: list[Row] = [
     (lambda: jmp.autocast(loss, jnp.dtype(F16)), "dtype('f", "write 'mixed_float16'"),
     (lambda: jmp.get_policy(F16), "TypeError", f"got {F16!r}.", "write 'mixed_float"),
     (lambda: jmp.get_policy(jnp.float32), "TypeError", "float32'>.", "write 'float32'"),
-    (lambda: jmp.get_policy(16), "TypeError", "got 16.", "mean 'mixed_float16'?"),
+    (lambda: jmp.get_policy(16), "TypeError", "got 16.", "named mixed_float16"),
     (lambda: jmp.scale_aware(SGD, "c=f16"), "got 'c=f16'", "loss_scale_for('c=f16')"),
     (lambda: jmp.scale_aware(SGD, "dynamic"), "One that adapts is DynamicLossScale()"),
     (lambda: jmp.scale_aware(SGD, MIXED), "loss_scale_for(get_policy('p=full,c=f16"),
