@@ -63,6 +63,8 @@ def test_a_policy_is_read_from_its_text_and_any_keys(param, compute, output, com
         ("half", (half_dtype(),) * 3),
         ("c=half", (F32, half_dtype(), half_dtype())),
         ("bf16", (BF16, BF16, BF16)),
+        ("fp16", (F16, F16, F16)),
+        ("fp32", (F32, F32, F32)),
         (" full ", (F32, F32, F32)),
         ("f64", (F64, F64, F64)),
         ("params=float32,compute=float16,output=float32", (F32, F16, F32)),
@@ -130,7 +132,7 @@ def test_cast_to_full_and_half():
 
 
 THEIRS_OF_F16 = (
-    "O1 O2 amp AMP torch.float16 torch.half 16 16-mixed 16-true fp16 mixed_fp16 "
+    "O1 O2 amp AMP torch.float16 torch.half 16 16-mixed 16-true mixed_fp16 "
     "mixed-float16"
 )
 THEIRS_OF_BF16 = "torch.bfloat16 bf16-mixed mixed_bf16 BF16 bf16-true"
@@ -143,7 +145,7 @@ THEIRS_OF_BF16 = "torch.bfloat16 bf16-mixed mixed_bf16 BF16 bf16-true"
         *((name, "mixed_float16") for name in THEIRS_OF_F16.split()),
         *((name, "mixed_bfloat16") for name in THEIRS_OF_BF16.split()),
         *((name, "mixed_fp8") for name in ("fp8", "transformer-engine")),
-        *((name, "full") for name in ("O0", "32", "32-true", "torch.float32", "fp32")),
+        *((name, "full") for name in ("O0", "32", "32-true", "torch.float32")),
     ],
 )
 def test_the_name_of_another_library_is_answered_with_ours(theirs, ours):

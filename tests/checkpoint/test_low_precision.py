@@ -13,8 +13,9 @@ import optax
 import pytest
 from checkpoints import over_devices, refusal, save_and_restore
 
-from jmp_lite import LowPrecisionArray, checkpoint, low_precision_state, scale_aware
+from jmp_lite import checkpoint, low_precision_state, scale_aware
 from jmp_lite._src.optimizers.low_precision_state import compress
+from jmp_lite.states import LowPrecisionArray
 
 # Optax promotes by itself: int32 counts to the power of a float.
 pytestmark = pytest.mark.standard_promotion

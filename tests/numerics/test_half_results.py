@@ -293,7 +293,7 @@ def test_beyond_what_was_measured_the_step_is_skipped_and_the_product_is_named()
         'half went beyond 65504: give the layer the policy "full". Under autocast, '
         r"numerics.advise \(previous=...\) finds a policy, too."
     )
-    with pytest.raises(jmp.TooManySkippedStepsError, match=said):
+    with pytest.raises(jmp.states.TooManySkippedStepsError, match=said):
         jmp.check_skipped_steps(
             after, max_consecutive_skips=1, find_cause=lambda: found[1]
         )

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from optimizers import Trainer, assert_sharded, cut, half_on_purpose, with_low_dtypes
 
 from jmp_lite import (
-    LowPrecisionArray,
     NoOpLossScale,
     low_precision_state,
     scale_aware,
@@ -21,6 +20,7 @@ from jmp_lite import (
 )
 from jmp_lite._src import trees
 from jmp_lite._src.optimizers import rounding
+from jmp_lite.states import LowPrecisionArray
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
 pytestmark = [pytest.mark.standard_promotion, half_on_purpose]

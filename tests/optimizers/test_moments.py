@@ -12,9 +12,10 @@ from optax import contrib
 from optax_table import named
 from optimizers import apply_updates, over, with_low_dtypes
 
-from jmp_lite import LowPrecisionArray, low_precision_state, scale_aware
+from jmp_lite import low_precision_state, scale_aware
 from jmp_lite._src import trees
 from jmp_lite._src.optimizers import base
+from jmp_lite.states import LowPrecisionArray
 
 # Optax promotes by itself: int32 counts to the power of a float.
 pytestmark = pytest.mark.standard_promotion

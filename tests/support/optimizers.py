@@ -13,9 +13,6 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jmp_lite import (
-    MasterRemaindersState,
-    MasterWeightsState,
-    ScaleAwareState,
     StaticLossScale,
     low_precision_state,
     master_weights,
@@ -24,6 +21,7 @@ from jmp_lite import (
 )
 from jmp_lite._src import trees
 from jmp_lite._src.optimizers import remainder
+from jmp_lite.states import MasterRemaindersState, MasterWeightsState, ScaleAwareState
 
 apply_updates: Any = optax.apply_updates  # typed for a tree that may be anything
 
