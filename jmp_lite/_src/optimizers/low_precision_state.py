@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from jmp_lite._src import arguments, compat, policy, trees
 from jmp_lite._src.optimizers import base, blocks, rounding
@@ -86,19 +87,19 @@ class LowPrecisionState(NamedTuple):
 
 def low_precision_state(
     inner: optax.GradientTransformation | optax.MultiSteps,
-    dtype: Any = "bfloat16",
+    dtype: DTypeLike = "bfloat16",
     *,
     key: jax.Array | None = None,
-    rules: Mapping[str, Any] | None = None,
+    rules: Mapping[str, DTypeLike | None] | None = None,
     min_size: int = 4096,
     where: Callable[[str], bool] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Store the state of an optimiser in bfloat16 or 8 bits.
+    """Store the moments of an optimiser in bfloat16 or 8 bits.
 
     The inner optimiser sees float32. Its new state is rounded stochastically: to one of
-    the two nearest numbers, with the right mean. With `b2 = 0.999`, the second moment
-    of Adam decays in a step by less than half the spacing of bfloat16: rounded to
-    nearest, it would never decay. For a state `s` in low precision::
+    the two nearest numbers, unbiased. With `b2 = 0.999`, the second moment of Adam
+    decays in a step by less than half the spacing of bfloat16: rounded to nearest, it
+    would never decay. For a moment `s`::
 
       u, x = inner.update(float32(g), float32(s), float32(params), ...)
       s    = x rounded stochastically; bitwise unchanged where x == float32(s)
@@ -112,13 +113,12 @@ def low_precision_state(
     bfloat16 there by `rules`.
 
     A leaf of the state is stored in low precision if it is float32, its key path ends
-    in that of a parameter of its shape (unlike the factors of `optax.adafactor`), it
-    has at least `min_size` elements, and it is a moment: a field of that name in
-    optax' states (`mu`, `nu`, `trace`, `ema`, ...), or what `where` chooses. All else
-    is float32: copies and sums of gradients or parameters, of which rounding would
-    leave little; states of optimisers that are not optax'; and the moments of
-    `optax.rmsprop(centered=True)`, which are subtracted from each other. A leaf with
-    fewer than 32 elements in the last axis is bfloat16 instead of 8 bits.
+    in that of a parameter of its shape, it has at least `min_size` elements, and it is
+    a moment: a field of that name in optax' states (`mu`, `nu`, `trace`, `ema`, ...),
+    or what `where` chooses. All else is float32: copies and sums of gradients or
+    parameters, of which rounding would leave little; states of optimisers that are not
+    optax'; and the moments of `optax.rmsprop(centered=True)`, which are subtracted from
+    each other. Rows of fewer than 32 elements are bfloat16 instead of 8 bits.
 
     Use it inside of `scale_aware` or around it. If it is sharded along the last axis,
     blocks do not cross shards whose size is a multiple of 256. Under `vmap`, members
@@ -128,9 +128,8 @@ def low_precision_state(
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.
       dtype: `"bfloat16"` or `"8bit"`.
-      key: a PRNG key, typed or raw; the default is `jax.random.key(0)`. Each step draws
-        two integers from it. The noise of an element is a hash of them, of the leaf's
-        number and of its own index.
+      key: a PRNG key, typed or raw; the default is `jax.random.key(0)`. The noise of an
+        element is a hash of it, of the step, the leaf's number and the element's index.
       rules: a mapping of patterns to a dtype, or None for float32. A pattern is a
         regular expression over the key paths of parameters, as in `PolicyMap`; the
         first that applies replaces `dtype`.
@@ -184,7 +183,7 @@ def low_precision_state(
         policy.check_patterns([pattern for pattern, _ in choice.rules], paths)
         inner_state = with_remainders(inner.init(params), stored)
         inner_state = jax.tree.map(base.strongly_typed, inner_state)
-        inner_state = _store_moments(inner_state, _Shapes(params), choice, where)
+        inner_state = _store_moments(inner_state, params, choice, where)
         variables = compat.nnx_class("Variable")
         inner_state = trees.map_nodes(_around_variable, inner_state, variables)
         # The key is copied, because a step may donate its state.
@@ -194,7 +193,7 @@ def low_precision_state(
     def update_fn(updates, state, params=None, **extra):
         base.check_state(state, LowPrecisionState, "low_precision_state(...)")
         base.check_gradients(updates, params)
-        choice.check(state, _Shapes(updates if params is None else params))
+        choice.check(state, updates if params is None else params)
         old = trees.map_nodes(
             LowPrecisionArray.to_float32, state.inner_state, LowPrecisionArray
         )
@@ -221,12 +220,12 @@ def low_precision_state(
 
 
 def _store_moments(
-    state: Any, at: "_Shapes", choice: "_Choice", where: Callable[[str], bool] | None
+    state: Any, params: Any, choice: "_Choice", where: Callable[[str], bool] | None
 ) -> Any:
     """Return a float32 state with its moments in low precision."""
     leaves = jax.tree.leaves_with_path(state, is_leaf=_is_centered)
     centered = [path for path, x in leaves if _is_centered(x)]
-    others = []
+    shapes, others = _shapes(params), []
 
     def is_moment(path, start):
         if where is not None:
@@ -235,9 +234,8 @@ def _store_moments(
         return field in _MOMENTS and not any(path[: len(c)] == c for c in centered)
 
     def store(path, x):
-        start, param = at.find(path, x)
-        dtype = None if param is None else choice.dtype_of(param, x)
-        if dtype is None:
+        start, param = _find_param(path, x, shapes)
+        if (dtype := choice.dtype_of(param, x)) is None:
             return x
         if is_moment(path, start):
             return compress(x, dtype)
@@ -320,11 +318,11 @@ class _Choice:
     rules: tuple[tuple[str, str | None], ...]  # a pattern, and a dtype or None
     min_size: int  # leaves with fewer elements are not compressed
 
-    def dtype_of(self, param: str, x: Any) -> str | None:
+    def dtype_of(self, param: str | None, x: Any) -> str | None:
         """Return the dtype for a leaf of the state, or None if it is unchanged."""
-        if x.dtype != jnp.float32 or x.size < self.min_size or x.ndim == 0:
+        if param is None or x.dtype != jnp.float32 or x.size < self.min_size:
             return None
-        dtype = self._dtype_at(param)
+        dtype = self._dtype_at(param) if x.ndim else None
         is_short = dtype == "8bit" and x.shape[-1] < _SHORTEST_ROW
         return "bfloat16" if is_short else dtype
 
@@ -332,55 +330,58 @@ class _Choice:
         index = policy.first_match([pattern for pattern, _ in self.rules], param)
         return self.dtype if index is None else self.rules[index][1]
 
-    def check(self, state: LowPrecisionState, at: "_Shapes") -> None:
+    def check(self, state: LowPrecisionState, params: Any) -> None:
         """Raise if a leaf has another dtype than this choice gives.
 
         Sizes are not checked: in `shard_map`, those of a leaf are smaller than they
         were in `init`.
         """
+        shapes = _shapes(params)
         leaves = jax.tree.leaves_with_path(state.inner_state, is_leaf=is_compressed)
         for path, x in leaves:
             if not is_compressed(x):
                 continue
             [(rest, values)] = jax.tree.leaves_with_path(x.values)
-            _, param = at.find((*path, *rest), values)
-            found, expected = x.dtype_name, {self.dtype, *(d for _, d in self.rules)}
+            _, param = _find_param((*path, *rest), values, shapes)
+            expected = {self.dtype, *(d for _, d in self.rules)}
             if param is not None:
                 expected = {self._dtype_at(param)}
             if "8bit" in expected and values.shape[-1] < _SHORTEST_ROW:
                 expected.add("bfloat16")
-            if found not in expected:
+            if x.dtype_name not in expected:
                 names = " or ".join(str(d or "float32") for d in expected)
                 raise ValueError(
                     "Expected the state of this low_precision_state(...), got one of "
-                    f"other dtypes or rules: {trees.key_path(path)!r} is {found}, "
-                    f"expected {names}. Call init again, or "
+                    f"other dtypes or rules: {trees.key_path(path)!r} is "
+                    f"{x.dtype_name}, expected {names}. Call init again, or "
                     "jmp_lite.checkpoint.restore(..., cast=True) to convert it."
                 )
 
 
-class _Shapes:
-    """The shapes of parameters, or of their gradients, by key path."""
+# By the keys of a parameter: its path as a string, its shape.
+_Shapes = dict[tuple[str, ...], tuple[str, tuple[int, ...]]]
 
-    def __init__(self, params: Any):
-        leaves = jax.tree.leaves_with_path(base.fast_params(params))
-        self._by_keys = {
-            tuple(map(str, path)): (trees.key_path(path), x.shape)
-            for path, x in leaves
-            if trees.is_castable(x)
-        }
 
-    def find(self, path: Any, x: Any) -> tuple[int, str | None]:
-        """Return where in a leaf's path that of its parameter begins, and the latter.
+def _shapes(params: Any) -> _Shapes:
+    leaves = jax.tree.leaves_with_path(base.fast_params(params))
+    return {
+        tuple(map(str, path)): (trees.key_path(path), x.shape)
+        for path, x in leaves
+        if trees.is_castable(x)
+    }
 
-        It is the longest one in which the leaf's path ends and that has its shape.
-        """
-        keys = tuple(map(str, path))
-        for start in range(len(keys) + 1 if trees.is_array(x) else 0):
-            param, shape = self._by_keys.get(keys[start:], ("", None))
-            if shape == x.shape:
-                return start, param
-        return 0, None
+
+def _find_param(path: Any, x: Any, shapes: _Shapes) -> tuple[int, str | None]:
+    """Return where in a leaf's path that of its parameter begins, and the latter.
+
+    It is the longest one in which the leaf's path ends and that has its shape.
+    """
+    keys = tuple(map(str, path))
+    for start in range(len(keys) + 1 if trees.is_array(x) else 0):
+        param, shape = shapes.get(keys[start:], ("", None))
+        if shape == x.shape:
+            return start, param
+    return 0, None
 
 
 def _parse_dtype(dtype: Any) -> str:
