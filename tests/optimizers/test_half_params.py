@@ -29,7 +29,6 @@ from optimizers import (
 )
 
 import jmp_lite as jmp
-from jmp_lite._src import trees
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("wrap")]
@@ -91,7 +90,7 @@ def _params(wrap: Any) -> Any:
 
 def _assert_masters_lead(params: Any, state: Any) -> None:
     by_path = dict(jax.tree_util.tree_leaves_with_path(params))
-    for _, found in trees.find(state, jmp.states.MasterWeightsState):
+    for found in optimizers.nodes(state, jmp.states.MasterWeightsState).values():
         for path, m in jax.tree_util.tree_leaves_with_path(found.masters):
             np.testing.assert_array_equal(by_path[path], m.astype(by_path[path].dtype))
 
@@ -129,7 +128,7 @@ def test_a_skipped_step_leaves_every_bit_in_any_composition(name, wrap):
             old, new = (old[0], old[1].inner_state), (new[0], new[1].inner_state)
         bitwise.assert_same(old, new)
     assert trainer.traces == 1
-    assert bool(trees.find(state, jmp.states.MasterRemaindersState)) == (
+    assert bool(optimizers.nodes(state, jmp.states.MasterRemaindersState)) == (
         wrap is in_remainders
     )
     assert int(jmp.loss_scale_metrics(state)["skipped_steps"]) == 2
@@ -226,7 +225,7 @@ def test_sharded_parameters_have_sharded_masters_and_step_as_whole_ones(order, s
     stepped, state = trainer.run(params, [grads])
 
     kinds = jmp.states.MasterWeightsState, jmp.states.MasterRemaindersState
-    kept = [stored for _, (_, stored) in trees.find(state, kinds)]
+    kept = [stored for _, stored in optimizers.nodes(state, kinds).values()]
     optimizers.assert_sharded((stepped, kept), optimizers.cut("data"))
     # The norm that clips is summed in another order.
     for x, y in zip(*map(jax.tree.leaves, (stepped, expected)), strict=True):

@@ -10,7 +10,14 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from optimizers import Trainer, assert_sharded, cut, half_on_purpose, with_low_dtypes
+from optimizers import (
+    Trainer,
+    assert_sharded,
+    cut,
+    half_on_purpose,
+    nodes,
+    with_low_dtypes,
+)
 
 from jmp_lite import (
     NoOpLossScale,
@@ -18,7 +25,6 @@ from jmp_lite import (
     scale_aware,
     stochastic_rounding,
 )
-from jmp_lite._src import trees
 from jmp_lite._src.optimizers import rounding
 from jmp_lite.states import LowPrecisionArray
 
@@ -34,7 +40,9 @@ def _is_stored(x: Any) -> bool:
 
 def _read(tree: Any) -> Any:
     """Return a state with its float32 numbers."""
-    return trees.map_nodes(lambda x: x.to_float32(), tree, LowPrecisionArray)
+    return jax.tree.map(
+        lambda x: x.to_float32() if _is_stored(x) else x, tree, is_leaf=_is_stored
+    )
 
 
 def _dtype_names(tree: Any) -> dict[str, str]:
@@ -212,8 +220,7 @@ def test_other_leaves_are_left_alone():
     )
     params = {"w": jnp.ones((8, 64))}
     state = tx.init(params)
-    found = [path for path, _ in trees.find(state, LowPrecisionArray)]
-    assert found == ["inner_state/moment/w"]
+    assert [*nodes(state, LowPrecisionArray)] == ["inner_state/moment/w"]
     after = tx.update(params, state)[1].inner_state
     assert bitwise.avals(after) == bitwise.avals(state.inner_state)
     moment = after.pop("moment")

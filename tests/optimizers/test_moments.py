@@ -11,11 +11,9 @@ import optax
 import pytest
 from optax import contrib
 from optax_table import named
-from optimizers import apply_updates, over, with_low_dtypes
+from optimizers import apply_updates, nodes, over, with_low_dtypes
 
 from jmp_lite import low_precision_state, scale_aware
-from jmp_lite._src import trees
-from jmp_lite._src.optimizers import base
 from jmp_lite.states import LowPrecisionArray
 
 # Optax promotes by itself: int32 counts to the power of a float.
@@ -27,7 +25,7 @@ def _stored(inner: Any, **options: Any) -> set[str]:
     """Return the last names of the leaves that are stored in low precision."""
     tx = low_precision_state(inner, "8bit", min_size=1, **options)
     state = jax.eval_shape(tx.init, jnp.ones((4, 64)))
-    return {path.split("/")[-1] for path, _ in trees.find(state, LowPrecisionArray)}
+    return {path.split("/")[-1] for path in nodes(state, LowPrecisionArray)}
 
 
 _centered = functools.partial(optax.rmsprop, 1e-3, centered=True)
@@ -80,7 +78,7 @@ OPTIMISERS: dict[str, tuple[Any, set[str]]] = {
     "in MultiSteps": (optax.MultiSteps(optax.adam(1e-2), 2), _ADAM),
     "in two MultiSteps": (
         optax.MultiSteps(
-            base.as_transformation(optax.MultiSteps(optax.adam(1e-2), 2)), 2
+            optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(), 2
         ),
         _ADAM,
     ),
@@ -111,7 +109,9 @@ _PARAMS = np.random.default_rng(2).normal(size=(3, 2, 64, 64)) / 8
 
 def _train(tx: Any, needs: str, same_batch: bool) -> Any:
     """Return the parameters of three small nets after 50 steps, and their losses."""
-    tx = base.as_transformation(tx)
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
+    tx = optax.with_extra_args_support(tx)
     weights = jnp.asarray(_WEIGHTS, jnp.float32)
 
     def loss(params, x):
@@ -217,7 +217,7 @@ def test_a_parameter_that_is_called_as_a_moment_makes_none():
 
     tx = low_precision_state(contrib.schedule_free_adamw(1e-2), min_size=1)
     state = jax.eval_shape(tx.init, Gaussian(jnp.ones((4, 64))))
-    found = [path for path, _ in trees.find(state, LowPrecisionArray)]
+    found = nodes(state, LowPrecisionArray)
     assert [path.split("/")[-2:] for path in found] == [["nu", "mu"]]
 
 

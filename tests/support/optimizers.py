@@ -149,6 +149,18 @@ def assert_sharded(tree: Any, sharding: NamedSharding) -> None:
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
+def nodes(tree: Any, kinds: Any) -> dict[str, Any]:
+    """Return the nodes of these types in a tree, by their key paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: isinstance(x, kinds)
+    )
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): x
+        for path, x in leaves
+        if isinstance(x, kinds)
+    }
+
+
 def without_scale(state: Any) -> Any:
     """Return a state without its loss scales and their counters."""
     return trees.map_nodes(lambda x: x.inner_state, state, ScaleAwareState)
