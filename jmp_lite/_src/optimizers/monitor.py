@@ -40,7 +40,7 @@ def loss_scale_metrics(
         instead of arrays.
 
     Returns:
-      A dict of scalars, shape `[]`: `loss_scale` (f32), `last_finite` (bool),
+      A dict of scalars, shape `[]`. It has `loss_scale` (f32), `last_finite` (bool),
       `skipped_steps` and `consecutive_skips` (int32); with `grads` also `grad_norm`
       (f32), the 2-norm of the unscaled ones. Of several states, each name begins with
       the key path of its state: `"generator/loss_scale"`.
