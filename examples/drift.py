@@ -154,7 +154,7 @@ def main(
     alarm = ""
     try:
         run.run(40 * EVERY, "float16, drifting", drifts=True)
-    except jmp.TooManySkippedStepsError as error:
+    except jmp.states.TooManySkippedStepsError as error:
         alarm = str(error)
     console.print(alarm or "No alarm.", style="red", markup=False)
     alarm_at = len(run.losses)

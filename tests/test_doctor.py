@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from dtype_cases import FakeDevice
 
-from jmp_lite import fp8_dot_general, get_policy, loss_scale_for
+from jmp_lite import get_policy, loss_scale_for
 from jmp_lite._src import doctor
 from jmp_lite._src.doctor import Rate
+from jmp_lite.ops import fp8_dot_general
 
 GRADIENT = "float8_e5m2 x float8_e4m3fn"
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", GRADIENT]

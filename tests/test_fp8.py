@@ -15,8 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite
-from jmp_lite import fp8_dot_general
 from jmp_lite._src import fp8
+from jmp_lite.ops import fp8_dot_general
 
 MATMUL = (((1,), (0,)), ((), ()))
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}

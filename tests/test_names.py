@@ -138,7 +138,7 @@ def test_a_product_named_in_an_error_is_text() -> None:
         with jax.named_scope("\x1b[31mred"):
             return x @ w
 
-    arguments = jmp.cast_floating((W, X), "float16")
+    arguments = jmp.trees.cast_floating((W, X), "float16")
     with pytest.raises(ValueError, match=r"in \\x1b\[31mred") as caught:
         numerics.dry_run(fun, "mixed_float16")(*arguments)
     assert "\x1b" not in str(caught.value)

@@ -62,6 +62,8 @@ def test_a_policy_is_read_from_its_text_and_any_keys(param, compute, output, com
         ("half", (half_dtype(),) * 3),
         ("c=half", (F32, half_dtype(), half_dtype())),
         ("bf16", (BF16, BF16, BF16)),
+        ("fp16", (F16, F16, F16)),
+        ("fp32", (F32, F32, F32)),
         (" full ", (F32, F32, F32)),
         ("f64", (F64, F64, F64)),
         ("params=float32,compute=float16,output=float32", (F32, F16, F32)),

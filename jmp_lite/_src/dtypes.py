@@ -17,8 +17,8 @@ from jmp_lite._src import arguments
 # The first name of each dtype is its short name; all names are accepted.
 DTYPE_NAMES: dict[Any, tuple[str, ...]] = {
     jnp.bfloat16: ("bf16", "bfloat16"),
-    jnp.float16: ("f16", "float16"),
-    jnp.float32: ("full", "f32", "float32"),
+    jnp.float16: ("f16", "float16", "fp16"),
+    jnp.float32: ("full", "f32", "float32", "fp32"),
     jnp.float64: ("f64", "float64"),
 }
 
@@ -88,7 +88,7 @@ def parse_dtype(value: Any) -> Any:
         raise ValueError(
             f"Cannot cast to {dtype.name}: without a scale, small numbers become 0 and "
             'large ones NaN or inf. Use get_policy("mixed_fp8") with autocast or '
-            "with_policy, or jmp_lite.fp8_dot_general: these scale the operands of "
+            "with_policy, or jmp_lite.ops.fp8_dot_general: these scale the operands of "
             "matrix products."
         )
     raise ValueError(
@@ -114,7 +114,10 @@ _PLATFORMS = ("cpu", "gpu", "tpu", "cuda", "rocm", "metal", "xpu", "neuron")
 
 
 def half_dtype(platform: str | None = None) -> Any:
-    """Return the half-precision dtype of a platform, as jmp does.
+    """Return the half-precision dtype of a platform: jmp's function, and jmp's answer.
+
+    `recommended_half_dtype` returns the one to train with, bfloat16 wherever it is
+    fast.
 
     Args:
       platform: `"cpu"`, `"gpu"`, `"tpu"`…; the default is that of the first local

@@ -167,7 +167,7 @@ def get_policy(policy: "str | Policy") -> Policy:
 
     The grammar is jmp's::
 
-      "float16"                         all three dtypes
+      "float16"                         all three dtypes, as jmp has it: parameters too
       "params=float32,compute=float16"  defaults: params=float32, compute=params,
       "p=f32,c=f16,o=f32"               output=compute
       "mixed_float16"                   Keras' name for p=f32, c=f16, o=f32
@@ -571,7 +571,10 @@ def cast_to_full(tree: T) -> T:
 
 
 def cast_to_half(tree: T) -> T:
-    """Cast the floating arrays of a tree to `half_dtype()`.
+    """Cast the floating arrays of a tree to `half_dtype()`: jmp's function.
+
+    That is float16 on a CPU and a GPU. Write `trees.cast_floating(tree, dtype)` for the
+    dtype that you train in.
 
     Args:
       tree: any pytree.

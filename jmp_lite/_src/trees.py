@@ -331,7 +331,7 @@ def _select(pred: jax.Array, x: Any, y: Any, path: Any) -> Any:
         raise ValueError(
             f"select_tree got {x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)} "
             f"at {key_path(path)!r}; expected the same shape and dtype. To cast one "
-            "tree to the dtypes of the other, write jmp_lite.cast_like(new, old)."
+            "tree to the dtypes of the other, write jmp_lite.trees.cast_like(new, old)."
         )
     return jnp.where(pred, x, y)
 

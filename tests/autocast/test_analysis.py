@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jmp_lite import OpRules, get_policy
+from jmp_lite import get_policy
 from jmp_lite._src.autocast import rules
 from jmp_lite._src.autocast.analysis import Analyzer, CastPlan
 from jmp_lite._src.autocast.options import Regions
 from jmp_lite._src.autocast.precision import Precision
+from jmp_lite.ops import OpRules
 
 W, B, X = jnp.ones((8, 8)), jnp.ones(8), jnp.ones((4, 8))
 # The results of the equations of `f` that are half.

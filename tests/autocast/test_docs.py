@@ -3,8 +3,8 @@
 import itertools
 from pathlib import Path
 
-from jmp_lite import OpRules
 from jmp_lite._src.jaxprs.primitives import PRIMITIVES
+from jmp_lite.ops import OpRules
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "autocast.md"
 MARKER = "<!-- made by tests/autocast/test_docs.py of PRIMITIVES -->\n"

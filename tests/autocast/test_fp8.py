@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from jaxprs import FP8_BACKWARD, FP8_FORWARD
 from layer_stacks import chain, layer, normal, scan
 
-from jmp_lite import OpRules, PolicyMap, autocast, explain
+from jmp_lite import PolicyMap, autocast, explain
+from jmp_lite.ops import OpRules
 
 pytestmark = pytest.mark.filterwarnings("ignore:Matrix products in fp8")
 

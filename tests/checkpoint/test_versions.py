@@ -30,7 +30,7 @@ def state(n: int) -> dict[str, Any]:
         },
         "zeros": jnp.zeros((40, 40)),
         "loss_scale": jmp.DynamicLossScale(2.0**n, n, hysteresis=2),
-        "moment": jmp.LowPrecisionArray(codes, scales),
+        "moment": jmp.states.LowPrecisionArray(codes, scales),
         "rng": jax.random.key(n),
         "keys": jax.random.split(jax.random.key(n, impl="rbg"), 2),
         **{"step": n, "lr": 0.5 * n, "flag": True, "name": f"run {n}"},

@@ -285,8 +285,8 @@ def test_the_loss_scale_lifts_gradients_and_leaves_room(factor):
         return factor * clean(params, x, y)
 
     advice = advise(loss, "mixed_float16")(PARAMS, X, Y)
-    scale = advice.loss_scale.loss_scale
-    assert np.log2(scale) == round(np.log2(scale))
+    scale = float(advice.loss_scale.loss_scale)
+    assert np.log2(scale) == round(float(np.log2(scale)))
     fun = jmp.autocast(loss, advice.policy)
 
     def grads(scale):

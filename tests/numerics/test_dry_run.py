@@ -362,7 +362,7 @@ def test_a_layer_or_an_operation_in_float32_holds_nothing_in_half():
     whole = dry_run(two_layers, "mixed_bfloat16")(W, X)
     assert sum(r.is_half for r in whole.rows) > sum(r.is_half for r in report.rows)
     assert {r.dtype for r in rows(whole, "tanh")} == {"bfloat16"}
-    rules = jmp.OpRules.default(jnp.bfloat16).replace(tanh="float32")
+    rules = jmp.ops.OpRules.default(jnp.bfloat16).replace(tanh="float32")
     ruled = dry_run(two_layers, "mixed_bfloat16", rules=rules)(W, X)
     assert {r.dtype for r in rows(ruled, "tanh")} == {"float32"}
 

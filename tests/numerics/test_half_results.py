@@ -12,9 +12,9 @@ import optax
 import pytest
 from autocast_corpus.program import relative_error
 from f16_hazards import HAZARDS
+from jmp_lite._src.numerics.half_results import output_rules
 
 import jmp_lite as jmp
-from jmp_lite._src.numerics.half_results import output_rules
 from jmp_lite.numerics import Advice, advise
 
 HALF = "mixed_float16"
@@ -293,7 +293,7 @@ def test_beyond_what_was_measured_the_step_is_skipped_and_the_product_is_named()
         'half went beyond 65504: give the layer the policy "full". Under autocast, '
         r"numerics.advise \(previous=...\) finds a policy, too."
     )
-    with pytest.raises(jmp.TooManySkippedStepsError, match=said):
+    with pytest.raises(jmp.states.TooManySkippedStepsError, match=said):
         jmp.check_skipped_steps(
             after, max_consecutive_skips=1, find_cause=lambda: found[1]
         )

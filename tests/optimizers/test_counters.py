@@ -10,11 +10,11 @@ from train_states import FINITE, Linen, Nnx
 
 from jmp_lite import (
     DynamicLossScale,
-    TooManySkippedStepsError,
     check_skipped_steps,
     low_precision_state,
     scale_aware,
 )
+from jmp_lite.states import TooManySkippedStepsError
 
 LARGEST = 2**31 - 1
 FULL = jnp.int32(LARGEST)

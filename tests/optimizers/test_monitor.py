@@ -14,12 +14,12 @@ from jmp_lite import (
     DynamicLossScale,
     NoOpLossScale,
     StaticLossScale,
-    TooManySkippedStepsError,
     check_skipped_steps,
     get_loss_scale,
     loss_scale_metrics,
     scale_aware,
 )
+from jmp_lite.states import TooManySkippedStepsError
 
 
 def _state_after(grads, loss_scale=None):

@@ -12,7 +12,7 @@ import numpy as np
 
 from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast import half_calls, products, transform
-from jmp_lite._src.autocast.options import OpRules, resolve_rules
+from jmp_lite._src.autocast.options import OpRules, check_name, resolve_rules
 from jmp_lite._src.autocast.precision import EqnPlan, Placed, walk
 from jmp_lite._src.autocast.rules import BOUNDARY, Fp8
 from jmp_lite._src.jaxprs import control_flow, core, matmul_precision
@@ -234,6 +234,7 @@ def explain(
       [('head', 'dot_general', 'bf16 bf16 -> bf16'), ('head', 'exp', 'f32 -> f32')]
     """
     transform.check_function(fun, "explain", policy)
+    check_name(policy, "explain")
     policy, compute_dtype = transform.check_policy(policy, "explain")
     options = half_results, fp8_min_size, recompute
     rules = resolve_rules(rules, policy, compute_dtype, *options)

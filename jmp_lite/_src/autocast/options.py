@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,7 +22,13 @@ from jmp_lite._src.jaxprs.name_scopes import (
     without_marks,
 )
 from jmp_lite._src.jaxprs.primitives import PRIMITIVES, Fact, facts
-from jmp_lite._src.policy import Policy, PolicyMap, paths_around, policies_of
+from jmp_lite._src.policy import (
+    Policy,
+    PolicyMap,
+    get_policy,
+    paths_around,
+    policies_of,
+)
 
 CLASSES = tuple(BY_CLASS)
 
@@ -212,6 +219,24 @@ def _table(classes: Any) -> dict[Any, Any]:
             "Expected a table that maps primitives to classes, such as "
             f"{{'tanh': 'float32'}}, got {classes!r}."
         ) from None
+
+
+def check_name(policy: Policy | PolicyMap | str, caller: str) -> None:
+    """Warn of `"bfloat16"`, which names half parameters: these are nobody's here.
+
+    Who writes them out, as in `"p=bf16,c=bf16,o=bf16"`, may share the policy.
+    """
+    if not isinstance(policy, str) or "=" in policy:
+        return
+    half = get_policy(policy)
+    if half.param_dtype in dtypes.HALF_DTYPES:
+        name = jnp.dtype(half.param_dtype).name
+        warnings.warn(
+            f"{caller} got the policy {policy!r}: half parameters, computation and "
+            f"outputs. It casts no parameters. Write 'mixed_{name}', with float32 "
+            f"outputs, or {str(half)!r} for what it does now.",
+            stacklevel=4,  # takes_function is one
+        )
 
 
 class Regions:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jmp_lite._src import compat, dtypes, fp8, trees
 from jmp_lite._src.autocast import half_calls, products, sums
 from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
-from jmp_lite._src.autocast.options import OpRules, Regions, resolve_rules
+from jmp_lite._src.autocast.options import OpRules, Regions, check_name, resolve_rules
 from jmp_lite._src.autocast.precision import CastPlan, Placed, walk
 from jmp_lite._src.autocast.rewrite import Rewriter
 from jmp_lite._src.autocast.rules import BOUNDARY, Fp8
@@ -175,6 +175,7 @@ def autocast(
         }
         return _Decorator(autocast, **options)
     check_function(fun, "autocast", policy)
+    check_name(policy, "autocast")
     policy, compute_dtype = check_policy(policy, "autocast")
     options = half_results, fp8_min_size, recompute
     rules = resolve_rules(rules, policy, compute_dtype, *options)

@@ -43,7 +43,8 @@ class Comparison(reports.Report):
     """What `compare` found.
 
     Attributes:
-      rows: the steps, the one with the least peak first.
+      rows: the steps, each with its `name` and its `report` of `of_step`, the one with
+        the least peak first.
     """
 
     rows: tuple[Compared, ...]

@@ -45,7 +45,7 @@ class StepReport(reports.Report):
       donated: bytes of arguments whose memory a result takes over.
       temporaries: what the program allocates beside arguments and results.
       live: what is in memory at the peak beside arguments and results, the largest
-        first.
+        first, in rows of `kind`, `layer`, `operation`, `dtype`, `arrays` and `bytes`.
       traffic: bytes that kernels read and write; loops by their trips.
       bytes_accessed: XLA's own count of them, with the bodies of loops once.
       flops: multiplications and additions in matrix products, on all devices together.

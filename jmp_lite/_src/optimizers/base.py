@@ -233,7 +233,7 @@ def check_key(key: Any) -> None:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Told:
+class StateWithStoredDtypes:
     """What stands for an inner state during an update that hides stored dtypes."""
 
     inner_state: optax.OptState
@@ -266,7 +266,7 @@ def check_update(
     jax.tree.map(trees.with_value, params)
     seen = _dtypes_of(params)
     known, inner_state = seen, state.inner_state
-    if isinstance(inner_state, Told):
+    if isinstance(inner_state, StateWithStoredDtypes):
         inner_state, known = inner_state.inner_state, dict(inner_state.stored)
     if not seen.keys() <= known.keys():
         raise ValueError(
@@ -284,8 +284,8 @@ def next_state(state: Any, inner_state: Any, stored: Any) -> Any:
     Input and output states must have the same structure, for example if the update is
     a branch of `lax.cond`.
     """
-    if isinstance(state.inner_state, Told):
-        inner_state = Told(inner_state, state.inner_state.stored)
+    if isinstance(state.inner_state, StateWithStoredDtypes):
+        inner_state = StateWithStoredDtypes(inner_state, state.inner_state.stored)
     return type(state)(inner_state, stored)
 
 

@@ -41,10 +41,9 @@ def loss_scale_metrics(
 
     Returns:
       A dict of scalars, shape `[]`. It has `loss_scale` (f32), `last_finite` (bool),
-      `skipped_steps` and `consecutive_skips` (int32). With `grads`, it also has
-      `grad_norm` (f32), their global 2-norm divided by the loss scale, which is not
-      finite in a step that is skipped. If there are several states, each name is
-      prefixed with the key path of its state: `"generator/loss_scale"`.
+      `skipped_steps` and `consecutive_skips` (int32); with `grads` also `grad_norm`
+      (f32), the 2-norm of the unscaled ones. Of several states, each name begins with
+      the key path of its state: `"generator/loss_scale"`.
 
     Raises:
       ValueError: the state holds no `ScaleAwareState`, or several while `grads` is set.
@@ -100,9 +99,9 @@ def check_skipped_steps(
 ) -> None:
     """Raise if too many consecutive steps were skipped.
 
-    Call it on the host, between steps. It blocks until the state is computed: call it
-    once every hundred steps or so. The default limit is above the 24 skipped steps in
-    which the scale falls from `2**24` to 1: after that, it is not the cause.
+    It blocks until the state is computed: call it between steps, once every hundred or
+    so. The default limit is above the 24 skipped steps in which the scale falls from
+    `2**24` to 1: after that, it is not the cause.
 
     Args:
       opt_state: see `loss_scale_metrics`; not traced.

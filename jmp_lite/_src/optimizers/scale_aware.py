@@ -265,12 +265,14 @@ def update_in_float32(
     else:
         by_path = tuple(stored.items())
         told = trees.map_nodes(
-            lambda x: x._replace(inner_state=base.Told(x.inner_state, by_path)),
+            lambda x: x._replace(
+                inner_state=base.StateWithStoredDtypes(x.inner_state, by_path)
+            ),
             state,
             _NEED_DTYPES,
         )
         updates, new = inner.update(grads, told, params, **extra)
-        new = trees.map_nodes(lambda x: x.inner_state, new, base.Told)
+        new = trees.map_nodes(lambda x: x.inner_state, new, base.StateWithStoredDtypes)
     advice = (
         f"{reason}, so both states must have the same structure. Put a transformation "
         f"that changes it (such as optax.monitor) outside of {owner}: "
