@@ -69,9 +69,9 @@ quantize = jax.jit(fp8.quantize, static_argnames="dtype")
 
 
 def rounded(x: Any, dtype: Any) -> Any:
-    x8, scale = quantize(x[None], dtype)
-    assert x8.dtype == dtype and np.frexp(scale)[0] == 0.5  # a power of two
-    return (np.float64(x8) * np.float64(scale))[0]
+    x8, scale = map(np.asarray, quantize(x[None], dtype))
+    assert x8.dtype == dtype and (np.frexp(scale)[0] == 0.5).all()  # a power of two
+    return (x8.astype(np.float64) * scale)[0]
 
 
 @pytest.mark.parametrize(("dtype", "digits"), [(fp8.FORWARD, 3), (fp8.GRADIENT, 2)])
@@ -284,7 +284,7 @@ def test_examples_of_two_calls_of_vmap_have_their_own_scales():
             bitwise.assert_same(found[j, i], with_gradients(x[i], w, g[i])[0])
         assert error(dws[j], sum(exact(x[i].T, g[i]) for i in range(3))) < 0.061
     for i in range(3):
-        assert error(dx[i], exact(g[i], ws[0].T) + exact(g[i], ws[1].T)) < 0.065
+        assert error(dx[i], exact(g[i], ws[0].T) + exact(g[i], ws[1].T)) < 0.08
 
 
 def test_examples_of_vmap_are_rows_of_one_matrix():
