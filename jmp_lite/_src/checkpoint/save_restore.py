@@ -21,8 +21,8 @@ import numpy as np
 from etils import epath
 
 from jmp_lite._src.checkpoint import arrays as on_disk
-from jmp_lite._src.checkpoint import folder as folders
 from jmp_lite._src.checkpoint import counters, leaves, low_precision
+from jmp_lite._src.checkpoint import folder as folders
 from jmp_lite._src.checkpoint import record as records
 from jmp_lite._src.checkpoint.lock import on_first_process, writer_lock
 
