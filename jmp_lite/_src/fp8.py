@@ -302,11 +302,8 @@ def _product_jvp(primals, tangents, *, formats, dtype):
 
 
 def _product_batch(args, axes, **params):
-    (a, b), (a_axis, b_axis), product = (
-        args,
-        axes,
-        functools.partial(_product, **params),
-    )
+    (a, b), (a_axis, b_axis) = args, axes
+    product = functools.partial(_product, **params)
     if a_axis is None:
         return _of_examples(lambda x: product(a, x), b, b_axis, is_lhs=False)
     if b_axis is None:
@@ -418,11 +415,8 @@ def _linear_jvp(primals, tangents, **params):
 
 
 def _linear_batch(args, axes, **params):
-    (x, *rest), (axis, *of_rest), bind = (
-        args,
-        axes,
-        functools.partial(_linear, **params),
-    )
+    (x, *rest), (axis, *of_rest) = args, axes
+    bind = functools.partial(_linear, **params)
     if of_rest == [None, None]:
         return _of_examples(lambda x: bind(x, *rest), x, axis, params["is_lhs"])
     pairs = [*zip(args, axes, strict=True)]
