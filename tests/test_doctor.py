@@ -237,17 +237,17 @@ def test_rates_are_measured_by_turns_and_compared_within_a_round(monkeypatch):
 def test_what_does_not_compile_says_why(monkeypatch):
     dot_general = jax.lax.dot_general
 
-    def no_e5m2(a, b, **kwargs):
+    def no_e5m2(a, b, *args, **kwargs):
         if a.dtype == jnp.float8_e5m2:
             raise NotImplementedError("no fp8 on this device\nand more lines")
-        return dot_general(a, b, **kwargs)
+        return dot_general(a, b, *args, **kwargs)
 
     monkeypatch.setattr(doctor.jax.lax, "dot_general", no_e5m2)
     runs, errors = doctor._compile_products(8)
     assert list(runs) == DTYPES[:-1]
     assert errors == {GRADIENT: "no fp8 on this device"}
     products = [str(run().dtype) for run in runs.values()]
-    assert products == [*DTYPES[:3], "float32"]  # of fp8
+    assert products == [*DTYPES[:3], "bfloat16"]  # of fp8
 
 
 def test_the_timed_fp8_products_are_those_of_fp8_dot_general(monkeypatch):
@@ -265,7 +265,7 @@ def test_the_timed_fp8_products_are_those_of_fp8_dot_general(monkeypatch):
 
     monkeypatch.setattr(jax.lax, "dot_general", noted)
     # A shape of its own, so that no trace is in a cache.
-    a, b = jnp.ones((16, 48)), jnp.ones((48, 80))
+    a, b = jnp.ones((16, 48), jnp.bfloat16), jnp.ones((48, 80), jnp.bfloat16)
     jax.jit(jax.grad(loss, argnums=(0, 1))).lower(a, b)
     expected = found.copy()
     of_a = {"float8_e4m3fn", "float8_e5m2"}

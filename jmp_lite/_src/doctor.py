@@ -323,20 +323,16 @@ def _compile_products(size: int) -> tuple[dict[str, Callable[[], Any]], dict[str
         for dtype in {dtype for operands in TIMED for dtype in operands}
     }
     runs, errors = {}, {}
-    highest, default = jax.lax.Precision.HIGHEST, jax.lax.Precision.DEFAULT
     for lhs, rhs in TIMED:
-        precision, out_dtype = None, lhs  # as in matrix units
-        if dtypes.needs_scale(lhs):  # as in `fp8_dot_general`
-            precision = default if lhs == rhs else highest
-            out_dtype = jnp.float32
-        product = functools.partial(
-            jax.lax.dot_general,
-            # XLA's fp8 kernels sum over the last dimension of both operands. With other
-            # dimensions a transpose would be timed too.
-            dimension_numbers=(((1,), (1,)), ((), ())),
-            precision=precision,
-            preferred_element_type=out_dtype,
+        # XLA's fp8 kernels sum over the last dimension of both operands. With other
+        # dimensions a transpose would be timed too.
+        product: Any = functools.partial(
+            jax.lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ()))
         )
+        if dtypes.needs_scale(lhs):
+            product = functools.partial(
+                fp8.multiply, summed=(-1, -1), dtype=jnp.dtype(jnp.bfloat16)
+            )
         a, b = arrays[lhs], arrays[rhs]
         name = _product_name(lhs, rhs)
         try:

@@ -14,7 +14,7 @@ from arrays import error
 from flax import nnx
 from flax_inputs import explain, linear, normal, of_both, split, trace, with_policy
 from jax import lax
-from jaxprs import FP8_BACKWARD, FP8_FORWARD
+from jaxprs import FP8_BACKWARD, FP8_FORWARD, FP8_OF_WEIGHTS
 from linen_models import EACH_ITS_OWN
 from optimizers import over
 
@@ -189,8 +189,8 @@ def test_a_product_and_its_gradients_are_three_products_in_fp8(name):
     run, params = split(with_policy(flax.make(make), "mixed_fp8"), X)
     grad = jax.grad(lambda params, x: jnp.sum(run(params, x) ** 2), (0, 1))
     found = jaxprs.dtypes_of_products(grad, params, X)
-    assert set(found) == {FP8_FORWARD, FP8_BACKWARD}
-    assert found.count(FP8_BACKWARD) == 2 * layers
+    assert set(found) == {FP8_FORWARD, FP8_BACKWARD, FP8_OF_WEIGHTS}
+    assert found.count(FP8_BACKWARD) == found.count(FP8_OF_WEIGHTS) == layers
     assert layers <= found.count(FP8_FORWARD) <= forward
 
 

@@ -178,7 +178,7 @@ def test_what_is_found_to_be_the_cause_is_said():
     asked = []
     check_skipped_steps(state, find_cause=lambda: asked.append(True))
     assert asked == []
-    stuck = state._replace(consecutive_skips=jnp.int32(50))
+    stuck = state._replace(counters=jnp.full_like(state.counters, 50))
     for cause, text in (("x @ w overflowed.", r"x @ w overf.*\.$"), (None, "Possible")):
         with pytest.raises(TooManySkippedStepsError, match=text):
             check_skipped_steps(stuck, find_cause=lambda cause=cause: cause)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jmp_lite._src import arguments, dtypes, trees
@@ -56,18 +57,31 @@ class ScaleAwareState(NamedTuple):
       inner_state: the state of the wrapped optimiser. Its floats are at least float32,
         unless the optimiser itself stores others (`mu_dtype`, `low_precision_state`).
       loss_scale: the loss scale for the next step.
-      last_finite: bool `[]`, whether the gradients of the last step (and its `value`,
-        if given) were finite, so that the update was applied. True before the first
-        step.
-      skipped_steps: int32 `[]`, non-finite steps since `init`.
-      consecutive_skips: int32 `[]`, non-finite steps since the last finite step.
+      counters: int32 `[2]`, `skipped_steps` and `consecutive_skips`. They share an
+        array, since each costs the host time in every step.
     """
 
     inner_state: optax.OptState
     loss_scale: Any  # a LossScale, which optax.OptState does not allow in its trees
-    last_finite: jax.Array
-    skipped_steps: jax.Array
-    consecutive_skips: jax.Array
+    counters: jax.Array
+
+    @property
+    def skipped_steps(self) -> jax.Array:
+        """Non-finite steps since `init`, int32 `[]`."""
+        return self.counters[..., 0]
+
+    @property
+    def consecutive_skips(self) -> jax.Array:
+        """Non-finite steps since the last finite step, int32 `[]`."""
+        return self.counters[..., 1]
+
+    @property
+    def last_finite(self) -> jax.Array:
+        """Whether the gradients of the last step, and its `value`, were finite.
+
+        bool `[]`; if so, the update was applied. True before the first step.
+        """
+        return self.consecutive_skips == 0
 
 
 class _Init(Protocol):
@@ -181,9 +195,7 @@ def scale_aware(
             # Copied, because a step may donate its state while the initial loss scale
             # is used for other states.
             loss_scale=jax.tree.map(jnp.copy, loss_scale),
-            last_finite=jnp.array(True),
-            skipped_steps=jnp.zeros([], jnp.int32),
-            consecutive_skips=jnp.zeros([], jnp.int32),
+            counters=jnp.zeros(2, jnp.int32),
         )
 
     def update_fn(updates, state, params=None, *, value=None, **extra):
@@ -230,16 +242,11 @@ def scale_aware(
         next_scale = trees.select_tree(value_finite, adjusted, loss_scale)
         if isinstance(state.loss_scale, OfBatch):
             next_scale = state.loss_scale._replace(loss_scale=next_scale)
-        skips = optax.safe_increment(state.consecutive_skips)
-        skipped_steps = optax.safe_increment(state.skipped_steps)
+        ended = state.counters * np.array([1, 0], np.int32)  # consecutive ones
         return new_updates, ScaleAwareState(
             inner_state=inner_state,
             loss_scale=next_scale,
-            # Reads the last one, so that a step can donate it: on an H100, each of the
-            # small steps that had a result in a new buffer was slow.
-            last_finite=finite | (state.last_finite & False),
-            skipped_steps=jnp.where(finite, state.skipped_steps, skipped_steps),
-            consecutive_skips=jnp.where(finite, 0, skips),
+            counters=jnp.where(finite, ended, optax.safe_increment(state.counters)),
         )
 
     return ScaleAwareTransformation(init_fn, update_fn)
