@@ -1,0 +1,127 @@
+"""A plugin of pytest: what other libraries transform with JAX runs through `autocast`.
+
+`peers_suites.py` runs the tests of the libraries with it. It replaces `jax.jit`,
+`jax.grad`, `jax.value_and_grad` and `jax.vjp`, which jmp_lite itself never does. What
+autocast returns must have the shapes, dtypes, weak types and tree structure that the
+function returned while autocast traced it.
+
+Limits: a function that needs the values of its arguments runs as it is.
+"""
+
+import functools
+import json
+import numbers
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jmp_lite import OpRules, autocast
+
+MODES = {
+    "as_is": None,
+    "unchanged": {"policy": "mixed_bfloat16", "rules": OpRules.only({})},
+    "bfloat16": {"policy": "mixed_bfloat16"},
+}
+OPTIONS = MODES[os.environ["THROUGH_AUTOCAST"]]
+NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+ARRAYS = jax.Array, np.ndarray, np.generic
+outcomes: dict[str, list[str]] = {}
+
+
+class DiffersError(Exception):
+    """What autocast returned has other types or another structure."""
+
+
+def _types(tree: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    weak = [getattr(leaf, "weak_type", False) for leaf in leaves]
+    arrays = [isinstance(leaf, ARRAYS) for leaf in leaves]
+    of_leaves = zip(leaves, arrays, weak, strict=True)
+    return structure, [
+        (x.shape, str(x.dtype), is_weak) if is_array else type(x)
+        for x, is_array, is_weak in of_leaves
+    ]
+
+
+def through(fun: Any) -> Any:
+    """Return the function under autocast."""
+
+    @functools.wraps(fun, updated=())
+    def routed(*args, **kwargs):
+        if OPTIONS is None:
+            return fun(*args, **kwargs)
+        # An argument may be static (a string, a module): only its numbers are passed.
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        passed = (*ARRAYS, jax.Ref, numbers.Number)
+        numeric = {i: x for i, x in enumerate(leaves) if isinstance(x, passed)}
+        plain = None
+
+        def of_numeric(numeric):
+            nonlocal plain
+            filled = [numeric.get(i, leaf) for i, leaf in enumerate(leaves)]
+            all_args, all_kwargs = jax.tree.unflatten(structure, filled)
+            out = fun(*all_args, **all_kwargs)
+            plain = _types(out)
+            return out
+
+        try:
+            out = autocast(of_numeric, **OPTIONS)(numeric)
+        except NEEDS_VALUES:
+            return fun(*args, **kwargs)
+        if _types(out) != plain:
+            raise DiffersError(f"expected {plain}, got {_types(out)}")
+        return out
+
+    return routed
+
+
+_same = functools.cache(through)  # JAX compiles once for the same function
+
+
+def _patched(transformation: Any) -> Any:
+    @functools.wraps(transformation)
+    def patched(*args, **kwargs):
+        if not args and "fun" not in kwargs:  # a decorator
+            return functools.partial(patched, **kwargs)
+        fun, *args = args or [kwargs.pop("fun")]
+        try:
+            fun = _same(fun)
+        except TypeError:  # not hashable
+            fun = through(fun)
+        return transformation(fun, *args, **kwargs)
+
+    return patched
+
+
+for name in ("jit", "grad", "value_and_grad", "vjp"):
+    setattr(jax, name, _patched(getattr(jax, name)))
+
+
+def pytest_configure(config):
+    """A function without products is no mistake here."""
+    config.addinivalue_line("filterwarnings", f"ignore::UserWarning:{__name__}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Note the outcome of each test, and the error."""
+    report = yield
+    if report.failed:
+        outcomes[item.nodeid] = [call.excinfo.typename, str(call.excinfo.value)]
+    elif report.when == "call":
+        outcomes[item.nodeid] = [report.outcome]
+    return report
+
+
+def pytest_sessionfinish():
+    """Write what was noted."""
+    Path(os.environ["THROUGH_AUTOCAST_OUT"]).write_text(json.dumps(outcomes))
