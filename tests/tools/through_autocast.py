@@ -20,20 +20,12 @@ import numpy as np
 import pytest
 
 from jmp_lite import OpRules, autocast
+from jmp_lite._src.autocast.transform import NEEDS_VALUES
 
-MODES = {
-    "as_is": None,
-    "unchanged": {"policy": "mixed_bfloat16", "rules": OpRules.only({})},
-    "bfloat16": {"policy": "mixed_bfloat16"},
-}
-OPTIONS = MODES[os.environ["THROUGH_AUTOCAST"]]
-NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
+MODE = os.environ["THROUGH_AUTOCAST"]  # as_is, unchanged or bfloat16
+RULES = OpRules.only({}) if MODE == "unchanged" else None
 ARRAYS = jax.Array, np.ndarray, np.generic
+NUMERIC = *ARRAYS, jax.Ref, numbers.Number
 outcomes: dict[str, list[str]] = {}
 
 
@@ -43,26 +35,24 @@ class DiffersError(Exception):
 
 def _types(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    weak = [getattr(leaf, "weak_type", False) for leaf in leaves]
-    arrays = [isinstance(leaf, ARRAYS) for leaf in leaves]
-    of_leaves = zip(leaves, arrays, weak, strict=True)
-    return structure, [
-        (x.shape, str(x.dtype), is_weak) if is_array else type(x)
-        for x, is_array, is_weak in of_leaves
+    types = [
+        (x.shape, str(x.dtype), getattr(x, "weak_type", False))
+        if isinstance(x, ARRAYS)
+        else type(x)
+        for x in leaves
     ]
+    return structure, types
 
 
+@functools.cache  # JAX compiles once for the same function
 def through(fun: Any) -> Any:
     """Return the function under autocast."""
 
     @functools.wraps(fun, updated=())
     def routed(*args, **kwargs):
-        if OPTIONS is None:
-            return fun(*args, **kwargs)
         # An argument may be static (a string, a module): only its numbers are passed.
         leaves, structure = jax.tree.flatten((args, kwargs))
-        passed = (*ARRAYS, jax.Ref, numbers.Number)
-        numeric = {i: x for i, x in enumerate(leaves) if isinstance(x, passed)}
+        numeric = {i: x for i, x in enumerate(leaves) if isinstance(x, NUMERIC)}
         plain = None
 
         def of_numeric(numeric):
@@ -74,7 +64,7 @@ def through(fun: Any) -> Any:
             return out
 
         try:
-            out = autocast(of_numeric, **OPTIONS)(numeric)
+            out = autocast(of_numeric, "mixed_bfloat16", rules=RULES)(numeric)
         except NEEDS_VALUES:
             return fun(*args, **kwargs)
         if _types(out) != plain:
@@ -84,9 +74,6 @@ def through(fun: Any) -> Any:
     return routed
 
 
-_same = functools.cache(through)  # JAX compiles once for the same function
-
-
 def _patched(transformation: Any) -> Any:
     @functools.wraps(transformation)
     def patched(*args, **kwargs):
@@ -94,15 +81,15 @@ def _patched(transformation: Any) -> Any:
             return functools.partial(patched, **kwargs)
         fun, *args = args or [kwargs.pop("fun")]
         try:
-            fun = _same(fun)
-        except TypeError:  # not hashable
             fun = through(fun)
+        except TypeError:  # not hashable
+            fun = through.__wrapped__(fun)
         return transformation(fun, *args, **kwargs)
 
     return patched
 
 
-for name in ("jit", "grad", "value_and_grad", "vjp"):
+for name in ("jit", "grad", "value_and_grad", "vjp") if MODE != "as_is" else ():
     setattr(jax, name, _patched(getattr(jax, name)))
 
 
