@@ -12,6 +12,7 @@ import functools
 import json
 import numbers
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,11 @@ def through(fun: Any) -> Any:
             plain = _types(out)
             return out
 
+        half = autocast(of_numeric, "mixed_bfloat16", rules=RULES)
         try:
-            out = autocast(of_numeric, "mixed_bfloat16", rules=RULES)(numeric)
+            with warnings.catch_warnings():  # no product is no mistake here
+                warnings.filterwarnings("ignore", module=__name__)
+                out = half(numeric)
         except NEEDS_VALUES:
             return fun(*args, **kwargs)
         if _types(out) != plain:
@@ -91,11 +95,6 @@ def _patched(transformation: Any) -> Any:
 
 for name in ("jit", "grad", "value_and_grad", "vjp") if MODE != "as_is" else ():
     setattr(jax, name, _patched(getattr(jax, name)))
-
-
-def pytest_configure(config):
-    """A function without products is no mistake here."""
-    config.addinivalue_line("filterwarnings", f"ignore::UserWarning:{__name__}")
 
 
 @pytest.hookimpl(wrapper=True)
