@@ -163,6 +163,13 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.stack(verdicts).all() if verdicts else jnp.array(True)
 
 
+def any_nan(tree: Any) -> jax.Array:
+    """Return whether a number in a tree is NaN, bool `[]`; see `all_finite`."""
+    leaves = [with_value(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
+    verdicts = [jnp.isnan(x).any() for x in leaves]
+    return jnp.stack(verdicts).any() if verdicts else jnp.array(False)
+
+
 _FACTOR = 2.0**65  # of small numbers, and of large ones its inverse
 
 

@@ -7,8 +7,9 @@ where gradients are unscaled, float32 and finite.
 
 import difflib
 import itertools
+import math
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -57,8 +58,8 @@ class ScaleAwareState(NamedTuple):
       inner_state: the state of the wrapped optimiser. Its floats are at least float32,
         unless the optimiser itself stores others (`mu_dtype`, `low_precision_state`).
       loss_scale: the loss scale for the next step.
-      counters: int32 `[2]`, `skipped_steps` and `consecutive_skips`. They share an
-        array, since each costs the host time in every step.
+      counters: int32 `[4]`, the properties below in their order. They share an array,
+        since each costs the host time in every step.
     """
 
     inner_state: optax.OptState
@@ -74,6 +75,20 @@ class ScaleAwareState(NamedTuple):
     def consecutive_skips(self) -> jax.Array:
         """Non-finite steps since the last finite step, int32 `[]`."""
         return self.counters[..., 1]
+
+    @property
+    def nonfinite_losses(self) -> jax.Array:
+        """Those of `skipped_steps` whose loss itself was not finite, int32 `[]`.
+
+        That is the `value` of `update`. Where it is not given, the loss is taken to be
+        the cause of gradients that are NaN at the least scale.
+        """
+        return self.counters[..., 2]
+
+    @property
+    def consecutive_nonfinite_losses(self) -> jax.Array:
+        """Those of `consecutive_skips` whose loss was not finite, int32 `[]`."""
+        return self.counters[..., 3]
 
     @property
     def last_finite(self) -> jax.Array:
@@ -125,12 +140,14 @@ def scale_aware(
       if not finite: u = -0.0, so that p + u is bitwise p; inner_state is unchanged
       loss_scale.adjust(finite)
 
-    A non-finite `value` indicates a bad batch, not an overflow: the step is skipped as
-    well, but the loss scale is unchanged. What `inner` makes of finite gradients is not
-    checked. The update has no branches, makes no host calls and keeps no copy of the
-    gradients. `init` and `update` warn if parameters are in half precision, and nowhere
-    in `inner` is a `master_weights` or `stochastic_rounding`, which keeps their small
-    updates, or one is not the last of its chain.
+    A non-finite `value` indicates a bad batch, or an overflow of the forward pass. No
+    scale repairs that: the step is skipped, and counted in `nonfinite_losses`, but the
+    loss scale is unchanged. What `inner` makes of finite gradients is not checked.
+
+    The update has no branches, makes no host calls and keeps no copy of the gradients.
+    `init` and `update` warn if parameters are in half precision, and nowhere in `inner`
+    is a `master_weights` or `stochastic_rounding`, which keeps their small updates, or
+    one is not the last of its chain.
 
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.
@@ -195,7 +212,7 @@ def scale_aware(
             # Copied, because a step may donate its state while the initial loss scale
             # is used for other states.
             loss_scale=jax.tree.map(jnp.copy, loss_scale),
-            counters=jnp.zeros(2, jnp.int32),
+            counters=jnp.zeros(4, jnp.int32),
         )
 
     def update_fn(updates, state, params=None, *, value=None, **extra):
@@ -222,8 +239,12 @@ def scale_aware(
             value = trees.cast_at_least_float32(array)
             value_finite = value_finite & trees.all_finite(value)
         finite = trees.all_finite(grads) & value_finite
+        loss_finite = value_finite
+        if value is None:  # no scale makes NaN, and a lower one can repair an inf
+            loss_finite &= ~(_is_least(loss_scale) & trees.any_nan(grads))
         if axis_name is not None:
-            finite, value_finite = _all_devices(finite, value_finite, axis_name)
+            flags = finite, value_finite, loss_finite
+            finite, value_finite, loss_finite = _all_devices(flags, axis_name)
 
         if skip_nonfinite:
             grads = _where(finite, grads, 0)
@@ -242,11 +263,14 @@ def scale_aware(
         next_scale = trees.select_tree(value_finite, adjusted, loss_scale)
         if isinstance(state.loss_scale, OfBatch):
             next_scale = state.loss_scale._replace(loss_scale=next_scale)
-        ended = state.counters * np.array([1, 0], np.int32)  # consecutive ones
+        ended = state.counters * np.array([1, 0, 1, 0], np.int32)  # consecutive ones
+        is_counted = jnp.stack([True, True, ~loss_finite, ~loss_finite])
+        counted = optax.safe_increment(state.counters)
+        counted = jnp.where(is_counted, counted, state.counters)
         return new_updates, ScaleAwareState(
             inner_state=inner_state,
             loss_scale=next_scale,
-            counters=jnp.where(finite, ended, optax.safe_increment(state.counters)),
+            counters=jnp.where(finite, ended, counted),
         )
 
     return ScaleAwareTransformation(init_fn, update_fn)
@@ -371,7 +395,13 @@ def _is_followed(state: Any) -> bool:
     return any(map(_is_followed, itertools.compress(parts, needs)))
 
 
-def _all_devices(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> Any:
+def _is_least(loss_scale: Any) -> jax.Array:
+    """Return whether a loss scale is not lowered any more: bool `[]`."""
+    least = getattr(loss_scale, "min_loss_scale", math.inf)  # others never are
+    return jnp.asarray(loss_scale.loss_scale) <= least
+
+
+def _all_devices(flags: Sequence[jax.Array], axis_name: Any) -> Any:
     """Return whether each flag is true on all devices of the mapped axes."""
     # shard_map tracks the axes over which a value varies, and psum requires all or none
     # of its axes among them. Adding 0 * index makes it all; XLA removes the addition,
@@ -384,7 +414,7 @@ def _all_devices(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> 
             "is bound: call update in the pmap or shard_map that has it, and leave "
             "axis_name out under jit."
         ) from None
-    failures = [(~x).astype(jnp.int32) + none for x in (finite, value_finite)]
+    failures = [(~x).astype(jnp.int32) + none for x in flags]
     return [total == 0 for total in jax.lax.psum(failures, axis_name)]
 
 
