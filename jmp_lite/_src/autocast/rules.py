@@ -72,7 +72,7 @@ class _Product(Rule):
         half_in = tuple(p not in IGNORED for p in ins)
         reasons = [
             f"not in fp8: {info.why_not_fp8}" if info.why_not_fp8 else "",
-            "" if is_half else "f32 result from the accumulator",
+            "" if is_half else _why_f32_result(info.eqn),
         ]
         reason = "; ".join(filter(None, reasons))
         plan = EqnPlan(self, half_in, (is_half,), reason=reason, order=info.order)
@@ -85,6 +85,12 @@ class _Product(Rule):
         operands = values.read(eqn.invars, plan.half_in)
         args = eqn, operands, values.half_dtype, plan.half_out[0]
         return [products.run_in_order(plan.order, *args)]
+
+
+def _why_f32_result(eqn: Eqn) -> str:
+    if eqn.primitive.name == "conv_general_dilated":
+        return "f32 result: on GPUs, cuDNN computes it in f32"
+    return "f32 result from the accumulator"
 
 
 class _Accumulated(_Product):

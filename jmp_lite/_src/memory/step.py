@@ -140,6 +140,9 @@ class StepReport(reports.Report):
             f"{self.traffic / 1e9:.3g} GB read and written",
             f"{self.flops:.3g} FLOPs in products",
         ]
+        if products := self.counts["products"]:
+            found = (f"{n} of {dtypes}" for dtypes, n in products.items())
+            notes.append(f"products, by the dtypes of operands: {', '.join(found)}")
         if loops := self.counts["loops_counted_once"]:
             notes.append(f"{loops} loops, whose trips are not known, count once")
         return reports.Table(

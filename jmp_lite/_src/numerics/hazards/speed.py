@@ -47,6 +47,22 @@ def _float32_product(value: Value, program: Program) -> str | None:
 
 
 @_of_products(
+    "float32-convolution",
+    "speed",
+    "cuDNN has no convolution of half operands with a float32 result: XLA casts the "
+    "operands, and the convolution takes the time of float32.",
+    "Leave out preferred_element_type=jnp.float32 and cast the result; under autocast, "
+    "half_results=False.",
+)
+def _float32_convolution(value: Value, program: Program) -> str | None:
+    is_convolution = value.eqn.primitive.name == "conv_general_dilated"
+    if program.target != "gpu" or not is_convolution or value.dtype != jnp.float32:
+        return None
+    if all(x.is_half for x in value.ins[:2]):
+        return "a convolution of half operands with a float32 result"
+
+
+@_of_products(
     "float64-product",
     "speed",
     "Autocast leaves float64, and matrix units have none, or a slow one.",
