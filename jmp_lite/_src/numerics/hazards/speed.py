@@ -52,7 +52,7 @@ def _float32_product(value: Value, program: Program) -> str | None:
     "cuDNN has no convolution of half operands with a float32 result: XLA casts the "
     "operands, and the convolution takes the time of float32.",
     "Leave out preferred_element_type=jnp.float32 and cast the result; under autocast, "
-    "half_results=False.",
+    "keep half_results=True, the default.",
 )
 def _float32_convolution(value: Value, program: Program) -> str | None:
     is_convolution = value.eqn.primitive.name == "conv_general_dilated"
