@@ -78,8 +78,7 @@ class Analyzer:
         self.compute_dtype = compute_dtype
         # The `id`s of the products whose `precision` the caller set.
         self.filled_in: set[int] = set()
-        has_range = table.half_results or precision.has_range_of_f32(compute_dtype)
-        self.clusters = recompute.Clusters(has_range)
+        self.clusters = recompute.Clusters(compute_dtype, table.half_results)
         self._plans: dict[Any, CastPlan] = {}
         self._finished: dict[CastPlan, CastPlan] = {}
         self._is_fitted = False

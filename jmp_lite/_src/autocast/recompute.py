@@ -34,6 +34,7 @@ from jmp_lite._src.autocast.precision import (
     Direction,
     EqnPlan,
     Part,
+    has_range_of_f32,
 )
 from jmp_lite._src.autocast.saving import Work, is_reduction
 from jmp_lite._src.autocast.waiting import Called, Waiting
@@ -54,8 +55,9 @@ RECOMPUTED = "in f32, and again for the backward pass"
 class Clusters:
     """Finds the clusters of plans, and what they call, once for each."""
 
-    def __init__(self, has_range: bool):
-        self._has_range = has_range  # whether results need not wait, or be float32
+    def __init__(self, half_dtype: Any, half_results: bool):
+        # Whether what may be out of the range of half is float32.
+        self._is_safe = not (half_results or has_range_of_f32(half_dtype))
         self._works: dict[CastPlan, Work | None] = {}
         self._bodies: dict[CastPlan, CastPlan] = {}
         self._sums_of: dict[CastPlan, Any] = {}
@@ -70,11 +72,11 @@ class Clusters:
             return plan
         pairs = list(zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True))
         works = self._works_of(plan)
-        search = _Search(plan, works, self._has_range, self._sums_of)
-        if self._has_range and search.waiting.values:
-            # An activation of what waits gains nothing over its result in bfloat16.
-            among = search.waiting.summed()
-            search = _Search(plan, works, self._has_range, self._sums_of, among)
+        args = plan, works, self._is_safe, self._sums_of
+        search = _Search(*args)
+        if not self._is_safe and search.waiting.values:
+            # An activation of what waits gains nothing over its result in half.
+            search = _Search(*args, search.waiting.summed())
         clusters = list(search.clusters())
         parts = search.parts(clusters)
         if not clusters and not parts:
@@ -172,12 +174,12 @@ class _Search:
         self,
         plan: CastPlan,
         works: Sequence[Work | None],
-        has_range: bool,
+        is_safe: bool,
         sums_of: dict[CastPlan, Any],
         may_wait: Set[Var] | None = None,
     ):
         self.plan, self.eqns, self.works = plan, plan.jaxpr.eqns, list(works)
-        self._has_range = has_range
+        self._is_safe = is_safe
         self.depth = [0] * len(self.eqns)
         # The indices of moves that clusters begin with, and others read too.
         self.repeated: set[int] = set()
@@ -193,8 +195,7 @@ class _Search:
         pairs = zip(plan.jaxpr.outvars, plan.half_out, strict=True)
         self._returned = {v: h for v, h in pairs if not compat.is_literal(v)}
         self._constant = set(saving.without_gradients(self.eqns))
-        # In float16, what may overflow is float32.
-        values, alone = waiting.find(plan, self._halves, has_range, sums_of)
+        values, alone = waiting.find(plan, self._halves, is_safe, sums_of)
         values = values if may_wait is None else values & may_wait
         self.waiting = Waiting(values, self._halves, alone)
         self._stored = {v for v in self._made_by if self._is_stored(v)}
@@ -432,7 +433,7 @@ class _Search:
         Their gradients are read twice: to be summed, for statistics and biases, and
         after that. To compute them twice costs more than to store them, so XLA does.
         """
-        if not self._has_range:
+        if self._is_safe:
             return []
         summed: dict[Var, Var] = {}  # the result whose gradient is, of what made of it
         found: dict[Var, None] = {}
@@ -440,7 +441,7 @@ class _Search:
             eqn, work = self.eqns[i], self.works[i]
             operands = [v for v in variables(eqn.invars) if v not in self._constant]
             made_of = [summed[v] for v in operands if v in summed]
-            if work is not None and work.is_transcendental:
+            if saving.is_activation(eqn, work):
                 large = [v for v in made_of if core.size(v) * 2 >= size]
                 found.update(dict.fromkeys(filter(core.is_f32, large)))
             of_result = core.size(eqn.outvars[0])

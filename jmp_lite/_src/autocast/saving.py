@@ -239,3 +239,14 @@ def without_gradients(eqns: Iterable[Eqn]) -> Iterable[Var]:
         if is_stopped or found.issuperset(core.variables(eqn.invars)):
             found.update(eqn.outvars)
             yield from eqn.outvars
+
+
+def is_activation(eqn: Eqn, work: Work | None) -> bool:
+    """Return whether this is no polynomial, and its derivative has a bound.
+
+    That of a logarithm has none, nor that of a root.
+    """
+    name = eqn.primitive.name
+    is_root = min(degrees(name, eqn.params), default=1) < 1
+    is_bounded = not (is_root or facts(name) & Fact.LOGARITHM)
+    return work is not None and work.is_transcendental and is_bounded

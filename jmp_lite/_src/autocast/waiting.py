@@ -198,16 +198,17 @@ class Called:
 
 
 def find(
-    plan: CastPlan, halves: Set[Var], has_range: bool, known: dict[CastPlan, Any]
+    plan: CastPlan, halves: Set[Var], is_safe: bool, known: dict[CastPlan, Any]
 ) -> tuple[Set[Var], Set[Var]]:
     """Return the float32 values of a plan that wait; and those that may wait alone.
 
-    In float16 these are results of products, and sums of them. Others, such as
-    exponentials, may be out of the range of a square root. `known` is of other plans.
+    In the safe form of float16, these are results of products, and sums of them.
+    Others, such as exponentials, may be out of the range of a square root. `known` is
+    of other plans.
     """
-    # If half has the range of float32, none waits outside of loops: there XLA itself
-    # keeps what takes less.
-    if has_range and plan.around is not Around.LOOP:
+    # If results are half, none waits outside of loops: there XLA itself keeps what
+    # takes less.
+    if not is_safe and plan.around is not Around.LOOP:
         return _NONE, _NONE
     # What is computed, and not from parameters alone.
     pairs = zip(plan.jaxpr.invars, plan.ins, strict=True)
@@ -218,7 +219,7 @@ def find(
         if eqn_plan.rule.is_product or is_computed:
             found.update(eqn.outvars)
     values = frozenset(filter(_may_wait, found - halves))
-    if has_range:
+    if not is_safe:
         return values, values
     sums_of = _sums_of_products(plan, known)
     return values, {v for v in values & sums_of.keys() if not sums_of[v] & carried}
