@@ -330,7 +330,7 @@ NUMERICS: list[Row] = [
     (lambda: jax.jit(num.dry_run(loss, MIXED))(P, X), "dry_run", "outside of jax.jit"),
     (lambda: num.advise(loss, MIXED)(P, SHAPE), "advise runs", "got ShapeDtypeStruct"),
     (lambda: num.first_nonfinite(loss)(P, SHAPE), "got ShapeDtypeStruct", "on arrays"),
-    (lambda: num.advise(loss, MIXED, headroom=0.5), "to be at least 1, got 0.5"),
+    (lambda: num.advise(loss, MIXED, headroom=0.5), "at least 1 and finite, got 0.5"),
     (lambda: num.value_stats(X, "f16", histogram="no"), "histogram to be True", "'no'"),
     (lambda: num.advise(loss, MIXED, previous=MIXED), "an Advice", "got get_policy("),
     (lambda: num.advise(lambda p: p["w"], MIXED)(P), "scalar", "(4, 2)", "loss itself"),

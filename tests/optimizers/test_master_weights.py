@@ -190,6 +190,7 @@ _ALL_ORDERS["inside a chain"] = lambda wrap, inner, scale: scale_aware(
 _SCALE = StaticLossScale(1.0)
 
 
+@pytest.mark.filterwarnings("ignore:low_precision_state stores all")
 @pytest.mark.one_of("dtype")
 @in_halves
 @pytest.mark.parametrize("order", _ALL_ORDERS)

@@ -77,8 +77,9 @@ def check_recomputed(
 
     values, errors = [], []
     for recompute in (True, False):
-        options = {"half_results": half_results, "recompute": recompute}
-        low = autocast(scaled, policy, **options)
+        low = autocast(
+            scaled, policy, half_results=half_results, recompute=recompute
+        )
         value, grads = gradients(low, *args)
         values.append(value / scale)
         errors.append([error(g / scale, e) for g, e in zip(grads, exact, strict=True)])

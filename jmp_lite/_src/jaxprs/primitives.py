@@ -162,7 +162,7 @@ _TABLE: dict[tuple[str, str, str], tuple[tuple[int, str], ...]] = {
         (_EACH | Fact.ARITHMETIC | Fact.EXACT, "abs"),
         (_EACH | Fact.EXACT, "sign"),
     ),
-    ("promote", "float32", "tf infer; in f16: f32"): (
+    ("promote", "float32", "tf infer; f32 in the safe form of f16"): (
         (_EACH | Fact.ARITHMETIC, "square integer_pow"),
     ),
     ("promote", "promote", "the derivative of tanh, from jax 0.12 on"): (

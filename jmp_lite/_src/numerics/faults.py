@@ -34,10 +34,10 @@ class Fault:
 
     def left(self) -> str:
         """Return what is wrong although no layer is left, and how to repair it."""
-        begins = "May overflow" if self._is_near_the_end() else "Still wrong"
+        begins = "May overflow" if self.is_near_the_end() else "Still wrong"
         return f"{begins}: {self._place()} {self.what()}. {self.remedy()}"
 
-    def _is_near_the_end(self) -> bool:
+    def is_near_the_end(self) -> bool:
         """Return whether nothing is wrong yet."""
         row, largest = self.row, float(jnp.finfo(self.dtype).max)
         is_near = _is_near_the_end(row, self.headroom, largest)
@@ -64,7 +64,7 @@ class Fault:
         if row.overflow and row.is_half:
             share = percent(row.overflow)
             return f"{reaches}, beyond {largest:.3g}, in {share} of its numbers"
-        if self._is_near_the_end():
+        if self.is_near_the_end():
             return (
                 f"{reaches}, and {self.headroom:g} times that is beyond {largest:.3g}"
             )
@@ -121,4 +121,5 @@ def find_faults(
         return next((x for x in suspects if x and x not in in_float32), "")
 
     bad = [row for row in report.worst(len(report.rows)) if is_bad(row)]
-    return [Fault(row, layer_of(row), report.dtype, headroom) for row in bad]
+    faults = [Fault(row, layer_of(row), report.dtype, headroom) for row in bad]
+    return sorted(faults, key=Fault.is_near_the_end)  # nothing is wrong with these yet

@@ -74,7 +74,9 @@ def _why_unlike(grads: Any, state: Any, params: Any) -> str:
 
     structure, _ = own = shapes(grads)
     parts = jax.tree.leaves(state, is_leaf=lambda x: jax.tree.structure(x) == structure)
-    has_arrays = any(np.ndim(x) for x in jax.tree.leaves(state))
+    # Integers are counters.
+    floats = filter(trees.is_inexact, jax.tree.leaves(state))
+    has_arrays = any(map(np.ndim, floats))
     if why := _other_shape(grads, params):
         return why
     if not has_arrays or own in map(shapes, parts):

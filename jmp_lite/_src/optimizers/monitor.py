@@ -47,8 +47,8 @@ def loss_scale_metrics(
 
     Returns:
       A dict of scalars, shape `[]`. It has `loss_scale` (f32), `last_finite` (bool),
-      `skipped_steps`, `consecutive_skips`, `nonfinite_losses` and
-      `consecutive_nonfinite_losses` (int32); with `grads` also `grad_norm`
+      `skipped_steps`, `consecutive_skips` and `nonfinite_losses` (int32); with `grads`
+      also `grad_norm`
       (f32), the 2-norm of the unscaled ones. Of several states, each name begins with
       the key path of its state: `"generator/loss_scale"`.
 
@@ -78,7 +78,6 @@ def loss_scale_metrics(
             "skipped_steps": state.skipped_steps,
             "consecutive_skips": state.consecutive_skips,
             "nonfinite_losses": state.nonfinite_losses,
-            "consecutive_nonfinite_losses": state.consecutive_nonfinite_losses,
         }.items()
     }
     if grads is not None:

@@ -55,10 +55,10 @@ def _float32_product(value: Value, program: Program) -> str | None:
     "keep half_results=True, the default.",
 )
 def _float32_convolution(value: Value, program: Program) -> str | None:
+    is_forward = program.target == "gpu" and not value.is_backward
     is_convolution = value.eqn.primitive.name == "conv_general_dilated"
-    if program.target != "gpu" or not is_convolution or value.dtype != jnp.float32:
-        return None
-    if all(x.is_half for x in value.ins[:2]):
+    is_half = all(x.is_half for x in value.ins[:2])
+    if is_forward and is_convolution and is_half and value.dtype == jnp.float32:
         return "a convolution of half operands with a float32 result"
 
 
