@@ -2,7 +2,6 @@
 
 import inspect
 from typing import Any
-from unittest import mock
 
 import compilations
 import flax.linen as nn
@@ -21,7 +20,7 @@ from numpy_stats import expected_stats
 import jmp_lite as jmp
 from jmp_lite import numerics
 from jmp_lite._src.autocast.transform import check_policy
-from jmp_lite._src.numerics import advice, runs, stretches
+from jmp_lite._src.numerics import runs, stretches
 from jmp_lite._src.numerics.dry_run import measure
 from jmp_lite.numerics import DryRunReport, OpStats, dry_run
 
@@ -295,14 +294,20 @@ def test_layers_that_share_a_program_have_the_numbers_of_their_own(monkeypatch):
 
 
 def test_the_dry_runs_of_advice_share_their_programs(monkeypatch):
-    dry_runs = mock.Mock(wraps=measure)
-    monkeypatch.setattr(advice, "measure", dry_runs)
-    loss = lambda *args: jnp.mean(equal_layers(*args))  # noqa: E731
-    with compilations.counted() as of_one:
-        dry_run(jax.value_and_grad(loss), "mixed_float16")(EQUAL[0][:2], EQUAL[1])
-    with compilations.counted() as compiled:
-        numerics.advise(loss, "mixed_float16")(EQUAL[0][:2], EQUAL[1])
-    assert len(compiled) < dry_runs.call_count * len(of_one)
+    def loss(ws, x):
+        with jax.named_scope("large"):
+            large = jnp.tanh(1e6 * x @ ws[0])
+        return jnp.mean(equal_layers(ws, x) + large)
+
+    def programs():
+        with compilations.counted() as compiled:
+            numerics.advise(loss, "mixed_float16")(*EQUAL)
+        return len(compiled)
+
+    monkeypatch.setattr(stretches, "_LEAST_SITES", 4)
+    shared = programs()
+    monkeypatch.setattr(runs, "structure_of", lambda *_: object())
+    assert shared < programs()
 
 
 def test_a_loop_counts_all_of_its_iterations():

@@ -77,9 +77,7 @@ def check_recomputed(
 
     values, errors = [], []
     for recompute in (True, False):
-        low = autocast(
-            scaled, policy, half_results=half_results, recompute=recompute
-        )
+        low = autocast(scaled, policy, half_results=half_results, recompute=recompute)
         value, grads = gradients(low, *args)
         values.append(value / scale)
         errors.append([error(g / scale, e) for g, e in zip(grads, exact, strict=True)])
