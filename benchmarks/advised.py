@@ -5,8 +5,8 @@
 
 Trains the transformer and the ResNet of the examples, plain float32 code, in float32,
 in float16 by autocast with `half_results=False`, and in float16 by autocast under the
-advised policy, both with the advised loss scale. The advice is for the first batch of the first seed; every run
-of a seed sees the same batches.
+advised policy, both with the advised loss scale. The advice is for the first batch of
+the first seed; every run of a seed sees the same batches.
 """
 
 from examples.common import requirements  # noqa: F401 - first: what to install
