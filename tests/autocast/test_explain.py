@@ -282,3 +282,11 @@ def test_what_a_function_returns_beside_arrays_is_not_explained():
 
     report = explain(f, "mixed_bfloat16")(jnp.ones((8, 8)))
     assert [row.primitive for row in report.rows] == ["dot_general"]
+
+
+def test_products_of_what_is_not_looked_into_are_no_half_ones():
+    def fun(w, x):
+        return jax.scipy.sparse.linalg.cg(lambda v: w @ v, w @ x)[0]
+
+    report = explain(fun, "mixed_bfloat16")(jnp.eye(8), jnp.ones(8))
+    assert 0 < report.half_flops_share < 0.5

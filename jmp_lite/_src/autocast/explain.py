@@ -13,7 +13,7 @@ import numpy as np
 from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast import half_calls, products, transform
 from jmp_lite._src.autocast.options import OpRules, check_name, resolve_rules
-from jmp_lite._src.autocast.precision import EqnPlan, Placed, walk
+from jmp_lite._src.autocast.precision import NOT_OPENED, EqnPlan, Placed, walk
 from jmp_lite._src.autocast.rules import BOUNDARY, Fp8
 from jmp_lite._src.jaxprs import control_flow, core, matmul_precision
 from jmp_lite._src.jaxprs.core import Eqn
@@ -264,7 +264,7 @@ def explain(
 
 def _decision(of: Placed, half_dtype: Any) -> OpDecision:
     flops = products.flops(of.eqn)
-    if of.reason.startswith(half_calls.REASON):
+    if of.reason.startswith((half_calls.REASON, NOT_OPENED)):
         flops = control_flow.count_eqns([of.eqn], products.flops)
     return OpDecision(
         layer=of.layer,
