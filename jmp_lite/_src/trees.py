@@ -163,11 +163,17 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.stack(verdicts).all() if verdicts else jnp.array(True)
 
 
-def any_nan(tree: Any) -> jax.Array:
-    """Return whether a number in a tree is NaN, bool `[]`; see `all_finite`."""
+def worst_number(tree: Any) -> jax.Array:
+    """Return 2 if a number in a tree is NaN, else 1 if one is inf, else 0: int8 `[]`.
+
+    It is one reduction of each array; see `all_finite`.
+    """
     leaves = [with_value(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
-    verdicts = [jnp.isnan(x).any() for x in leaves]
-    return jnp.stack(verdicts).any() if verdicts else jnp.array(False)
+    kinds = [
+        jnp.isnan(x).astype(jnp.int8) + (~jnp.isfinite(x)).astype(jnp.int8)
+        for x in leaves
+    ]
+    return jnp.max(jnp.stack([jnp.int8(0), *map(jnp.max, filter(jnp.size, kinds))]))
 
 
 _FACTOR = 2.0**65  # of small numbers, and of large ones its inverse

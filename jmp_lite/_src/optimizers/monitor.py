@@ -119,15 +119,15 @@ def check_skipped_steps(
         returns replaces the possible causes in the message, unless it is None. Use
         `lambda: numerics.first_nonfinite(loss_fn)(params, batch)`.
 
-    Warns:
-      UserWarning: fewer steps were skipped, all because the loss itself was not finite:
-        no loss scale repairs that.
-
     Raises:
       TooManySkippedStepsError: that many consecutive steps were skipped; reports the
         scale, its minimum and the cause.
       ValueError: `max_consecutive_skips` is below 1; no `ScaleAwareState` is found.
       TypeError: the state is traced.
+
+    Warns:
+      UserWarning: fewer steps were skipped, all because the loss itself was not finite:
+        no loss scale repairs that.
 
     Examples:
       >>> import optax

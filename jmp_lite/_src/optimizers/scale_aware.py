@@ -238,10 +238,13 @@ def scale_aware(
                 )
             value = trees.cast_at_least_float32(array)
             value_finite = value_finite & trees.all_finite(value)
-        finite = trees.all_finite(grads) & value_finite
-        loss_finite = value_finite
-        if value is None:  # no scale makes NaN, and a lower one can repair an inf
-            loss_finite &= ~(_is_least(loss_scale) & trees.any_nan(grads))
+        if value is not None:
+            grads_finite, loss_finite = trees.all_finite(grads), value_finite
+        else:  # no scale makes NaN, and a lower one can repair an inf
+            worst = trees.worst_number(grads)
+            grads_finite = worst == 0
+            loss_finite = value_finite & ~(_is_least(loss_scale) & (worst == 2))
+        finite = grads_finite & value_finite
         if axis_name is not None:
             flags = finite, value_finite, loss_finite
             finite, value_finite, loss_finite = _all_devices(flags, axis_name)
