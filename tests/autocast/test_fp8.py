@@ -263,7 +263,8 @@ def test_sharded_weights_give_the_same_numbers():
     for of_w in (P("data", None), P(None, "model"), P("data", "model")):
         ws = [jax.device_put(w, NamedSharding(mesh, of_w)) for w in WS]
         found = step(ws, jax.device_put(X, NamedSharding(mesh, P("data"))))
-        assert largest_error(found, expected) < 1e-2  # bfloat16 between the products
+        # bfloat16 between the products, and sums over devices of bfloat16 results.
+        assert largest_error(found, expected) < 2e-2
 
 
 def test_a_mesh_alone_changes_no_product():

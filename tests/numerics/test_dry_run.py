@@ -293,23 +293,6 @@ def test_layers_that_share_a_program_have_the_numbers_of_their_own(monkeypatch):
     assert shared == alone and programs < more_programs
 
 
-def test_the_dry_runs_of_advice_share_their_programs(monkeypatch):
-    def loss(ws, x):
-        with jax.named_scope("large"):
-            large = jnp.tanh(1e6 * x @ ws[0])
-        return jnp.mean(equal_layers(ws, x) + large)
-
-    def programs():
-        with compilations.counted() as compiled:
-            numerics.advise(loss, "mixed_float16")(*EQUAL)
-        return len(compiled)
-
-    monkeypatch.setattr(stretches, "_LEAST_SITES", 4)
-    shared = programs()
-    monkeypatch.setattr(runs, "structure_of", lambda *_: object())
-    assert shared < programs()
-
-
 def test_a_loop_counts_all_of_its_iterations():
     def fun(w, xs):
         def step(h, x):

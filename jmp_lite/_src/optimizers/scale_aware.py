@@ -267,7 +267,8 @@ def scale_aware(
         if isinstance(state.loss_scale, OfBatch):
             next_scale = state.loss_scale._replace(loss_scale=next_scale)
         ended = state.counters * np.array([1, 0, 1, 0], np.int32)  # consecutive ones
-        is_counted = jnp.stack([True, True, ~loss_finite, ~loss_finite])
+        of_losses = np.array([False, False, True, True])
+        is_counted = ~(of_losses & loss_finite)
         counted = optax.safe_increment(state.counters)
         counted = jnp.where(is_counted, counted, state.counters)
         return new_updates, ScaleAwareState(
