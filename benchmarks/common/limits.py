@@ -128,7 +128,7 @@ _OF_TPUS: Limits = {
     **_of_casts(TOLERANCE),
     _PARALLEL: {"traffic": (TOLERANCE, None), "peak": (1.04, None)},
     _SHARDED: {"traffic": (TOLERANCE, 1.08), "peak": TOLERANCE},
-    _SCALED: {"traffic": 1.04, "kernels": Limit(1.0, per_leaf=1, plus=1)},
+    _SCALED: {"traffic": 1.04, "kernels": Limit(1.0, per_leaf=1, plus=(1, 0))},
 }
 _OF_GPUS: Limits = {
     # A cluster that is computed again is a kernel more.
