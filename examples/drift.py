@@ -3,12 +3,13 @@
     python -m examples.drift
     python -m examples.drift --steps 300 --out out/drift
 
-A small transformer on real text, which `advise` measures. Then its residual stream grows, as it may over a long run
-with norms before each layer: here by a factor of 2 every few steps, which changes
-nothing in float32, because the norms divide by it. In float16 the stream leaves the
-range: each step is skipped, nothing is lost, and `check_skipped_steps` raises and names
-the layer. New advice, which takes the old one into account, keeps these layers in
-float32, and training goes on. Writes a figure and results.json.
+A small transformer on real text, which `advise` measures. Then its residual stream
+grows, as it may over a long run with norms before each layer: here by a factor of 2
+every few steps, which changes nothing in float32, because the norms divide by it. In
+float16 the stream leaves the range: each step is skipped, nothing is lost, and
+`check_skipped_steps` raises and names the layer. New advice, which takes the old one
+into account, keeps these layers in float32, and training goes on.
+Writes a figure and results.json.
 """
 
 from examples.common import requirements  # noqa: F401 - first: what to install
