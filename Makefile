@@ -27,8 +27,8 @@ DOCS_TEST_TOOLS = selenium==4.51.0
 LOWEST_TESTS ?= tests/checkpoint tests/flax tests/optimizers tests/training \
 	tests/numerics/test_plot.py tests/numerics/test_report.py tests/test_main.py
 
-.PHONY: help demo test test-full lint types pytest lowest programs tables figures \
-	notebook docs docs-test dist dist-test format clean FORCE
+.PHONY: help demo test test-full lint types pytest lowest peers programs tables \
+	figures notebook docs docs-test dist dist-test format clean FORCE
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -55,6 +55,13 @@ pytest: $(VENV)/dev.stamp  ## Tests that are not marked `full` (PYTEST_ARGS="-k 
 # Oldest: all that pyproject.toml names, at its lower bound.
 lowest: .venv-lowest/stamp  ## A part of the tests on the oldest version of every dependency.
 	.venv-lowest/bin/python -m pytest -m "not full" $(LOWEST_TESTS) $(PYTEST_ARGS)
+
+# The versions whose tests run, and what these need.
+PEERS = equinox==0.13.8 flax==0.12.8 optax==0.2.8 dm-haiku==0.0.17 absl-py beartype \
+	chex cloudpickle dm-tree einops ml-collections networkx 'pytest>=9' scikit-learn scipy
+
+peers: .venv-peers/stamp  ## Other libraries' tests, with autocast in their transformations.
+	.venv-peers/bin/python tests/tools/peers_suites.py
 
 # Its own environment: the figures are those of one jax and one compiler.
 ifeq ($(shell uname -sm),Linux x86_64)
@@ -113,7 +120,8 @@ clean:  ## Remove the environments and everything that was built or cached.
 # Stamps: an environment is installed again only when what it is made from changes.
 # PYTHON is read once, when an environment is created: `make clean` to change it.
 
-$(BIN)/python .venv-programs/bin/python .venv-release/bin/python:
+$(BIN)/python .venv-peers/bin/python .venv-programs/bin/python \
+		.venv-release/bin/python:
 	@test -n "$(PYTHON)" || { echo "No Python found: set PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is too old: 3.11 or newer is needed" >&2; exit 1; }
@@ -154,6 +162,10 @@ $(VENV)/docs-test.stamp: $(VENV)/docs.stamp
 .venv-lowest/stamp: pyproject.toml Makefile .venv-release/stamp
 	$(UV) venv --quiet --clear --python $(PYTHON) .venv-lowest
 	$(UV) pip install --quiet --python .venv-lowest --resolution lowest-direct -e '.[dev]'
+	@touch $@
+
+.venv-peers/stamp: pyproject.toml Makefile | .venv-peers/bin/python
+	@.venv-peers/bin/python -m pip install --quiet $(JAX) -e . $(PEERS)
 	@touch $@
 
 .venv-programs/stamp: benchmarks/programs-requirements.txt pyproject.toml Makefile \

@@ -51,7 +51,7 @@ def program(
 
     def init():
         params = transformer.init(sizes["layers"], sizes["width"], sizes["vocabulary"])
-        params = jmp_lite.cast_floating(params, storage.param_dtype)
+        params = jmp_lite.trees.cast_floating(params, storage.param_dtype)
         return params, tx.init(params)
 
     def loss_fn(params, tokens):

@@ -92,7 +92,7 @@ def steps_for(device: str) -> list[Step]:
 # What compiles and counts: with another, the same program may have other figures.
 _COMPILING = b"".join(
     (Path(str(memory.__file__)).parent / "_src/memory" / name).read_bytes()
-    for name in ("devices.py", "hlo.py", "program.py")
+    for name in ("devices.py", "devices.toml", "hlo.py", "program.py")
 )
 
 

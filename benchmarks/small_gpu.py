@@ -72,7 +72,9 @@ class Model:
         """Return a train step and its shapes."""
         loss_fn = self.loss_fn(half, recomputed)
         dtype = jnp.bfloat16 if half_weights else jnp.float32
-        params = jmp.cast_floating(self.params if stacked else self.unstacked, dtype)
+        params = jmp.trees.cast_floating(
+            self.params if stacked else self.unstacked, dtype
+        )
 
         def gradients(params, tokens):
             if accumulated == 1:
@@ -96,7 +98,7 @@ class Model:
     def adapters(self, tx: Any) -> Step:
         """Return a train step of adapters (LoRA) beside frozen half weights."""
         loss_fn = self.loss_fn(True, True)
-        params = jmp.cast_floating(self.params, jnp.bfloat16)
+        params = jmp.trees.cast_floating(self.params, jnp.bfloat16)
         kernels = {name: params["layers"][name] for name in ("query", "value")}
         adapters = {
             name: [

@@ -29,7 +29,7 @@ import numpy as np
 import typer
 
 from benchmarks.common import compiled_steps, run
-from benchmarks.common.compiled_steps import CASTS, GRAD_AUTOCAST, STEPS, Step
+from benchmarks.common.compiled_steps import CASTS, GRAD_AUTOCAST, PLAIN, STEPS, Step
 from benchmarks.common.models import SIZES, TITLES
 from benchmarks.common.timing import quartiles_text, ratios, take_turns
 from examples.common.progress import track
@@ -46,6 +46,8 @@ Model = enum.StrEnum(  # of `MODELS`
 Dtype = enum.StrEnum("Dtype", "bfloat16 float16 fp8")
 HALVES = [Dtype.bfloat16, Dtype.float16]
 IN_BFLOAT16 = {"by hand": "bfloat16 by hand", "autocast": f"bfloat16 {GRAD_AUTOCAST}"}
+IN_FP8 = f"fp8 {GRAD_AUTOCAST}"
+HEAD = 64  # the width of a head, where that of the model is chosen
 
 
 class Way(NamedTuple):
@@ -144,8 +146,8 @@ def summarise(results: dict[str, run.Result]) -> run.Rows:
 
 def list_ways(rows: dict[str, dict[str, Any]]) -> run.Rows:
     """Return a table of a model's times and memory in each way."""
-    base = rows[FLOAT32]
-    return [
+    base, half = rows[FLOAT32], IN_BFLOAT16["autocast"]
+    found = [
         {
             "step": name,
             "memory, MiB": f"{row['memory'] / 2**20:.4g}",
@@ -155,12 +157,19 @@ def list_ways(rows: dict[str, dict[str, Any]]) -> run.Rows:
         }
         for name, row in rows.items()
     ]
+    if IN_FP8 in rows and half in rows:
+        over = quartiles_text(ratios(rows, IN_FP8, half))
+        found.append({"step": "fp8 over bfloat16, by autocast", "time / float32": over})
+    return found
 
 
 @run.benchmark
 def main(
     model: Annotated[list[Model], typer.Option(help="May be repeated.")] = list(Model),  # noqa: B006 - typer's way; never changed
     dtype: Annotated[list[Dtype], typer.Option(help="May be repeated.")] = HALVES,
+    width: Annotated[
+        int | None, typer.Option(help="of a transformer of 2 layers: by autocast alone")
+    ] = None,
     rounds: run.Rounds = 30,
     steps: run.StepsPerRound = 4,
 ) -> Iterator[run.Found]:
@@ -169,9 +178,20 @@ def main(
     size, notes = ("ci", [CPU_NOTE]) if platform == "cpu" else ("full", [])
     for name in (of.replace("_", " ") for of in model):
         sizes, todo = SIZES[size][name], ways(name, dtype, platform)
+        suffix = ""
+        if width is not None:
+            if "heads" not in sizes or "layers" not in sizes or width % HEAD:
+                raise typer.BadParameter(
+                    f"--width is a multiple of {HEAD}, for a model with heads: got "
+                    f"{width} for {name}."
+                )
+            sizes = sizes | {"width": width, "heads": width // HEAD, "layers": 2}
+            casts = (PLAIN, GRAD_AUTOCAST)
+            todo = [way for way in todo if way.step.cast in casts and str(way) != TF32]
+            suffix = f"-{width}"
         rows = measure(todo, sizes, rounds=rounds, steps=steps)
         yield run.Found(
-            f"train_step-{name.replace(' ', '_')}",
+            f"train_step-{name.replace(' ', '_')}{suffix}",
             {"notes": notes, "rows": rows},
             {f"{name}, batch {sizes['batch']}": list_ways(rows)},
             notes,

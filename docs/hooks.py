@@ -18,7 +18,16 @@ _PUBLIC = {
     "jmp_lite": "jmp_lite/__init__.py",
     **{
         f"jmp_lite.{name}": f"jmp_lite/{name}.py"
-        for name in ("checkpoint", "linen", "memory", "nnx", "numerics")
+        for name in (
+            "checkpoint",
+            "linen",
+            "memory",
+            "nnx",
+            "numerics",
+            "ops",
+            "states",
+            "trees",
+        )
     },
 }
 # Pages of the site whose text is a file outside of docs/.

@@ -1,15 +1,15 @@
-"""Train in float16 with half results, until activations outgrow them, and go on.
+"""Train in float16 until activations outgrow it, and go on.
 
     python -m examples.drift
     python -m examples.drift --steps 300 --out out/drift
 
-A small transformer on real text. `advise` measures it, and the results of all its
-matrix products become half. Then its residual stream grows, as it may over a long run
-with norms before each layer: here by a factor of 2 every few steps, which changes
-nothing in float32, because the norms divide by it. In float16 the stream leaves the
-range: each step is skipped, nothing is lost, and `check_skipped_steps` raises and names
-the layer. New advice, which takes the old one into account, keeps the results of these
-layers in float32, and training goes on. Writes a figure and results.json.
+A small transformer on real text, which `advise` measures. Then its residual stream
+grows, as it may over a long run with norms before each layer: here by a factor of 2
+every few steps, which changes nothing in float32, because the norms divide by it. In
+float16 the stream leaves the range: each step is skipped, nothing is lost, and
+`check_skipped_steps` raises and names the layer. New advice, which takes the old one
+into account, keeps these layers in float32, and training goes on.
+Writes a figure and results.json.
 """
 
 from examples.common import requirements  # noqa: F401 - first: what to install
@@ -142,7 +142,7 @@ def main(
         )
         return Training(plain, jax.tree.map(jax.numpy.array, params), batches, console)
 
-    console.rule("calibrate: which results of products can be half")
+    console.rule("calibrate: which layers come near the end of the range")
     advice = jmp.numerics.advise(plain, "mixed_float16")(params, batch)
     console.print(str(advice), markup=False)
 
@@ -154,7 +154,7 @@ def main(
     alarm = ""
     try:
         run.run(40 * EVERY, "float16, drifting", drifts=True)
-    except jmp.TooManySkippedStepsError as error:
+    except jmp.states.TooManySkippedStepsError as error:
         alarm = str(error)
     console.print(alarm or "No alarm.", style="red", markup=False)
     alarm_at = len(run.losses)

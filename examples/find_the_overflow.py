@@ -147,7 +147,7 @@ def train_broken(run: Run, batches, console: Console) -> tuple[int, str]:
     taken = BROKEN_STEPS - int(jmp.loss_scale_metrics(state.opt_state)["skipped_steps"])
     try:
         jmp.check_skipped_steps(state.opt_state)
-    except jmp.TooManySkippedStepsError as error:
+    except jmp.states.TooManySkippedStepsError as error:
         return taken, str(error)
     return taken, ""
 

@@ -2,12 +2,12 @@
 
 import argparse
 import functools
-import shutil
 import sys
 from collections.abc import Sequence
 
 import jmp_lite
 from jmp_lite._src import doctor, extras, reports
+from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.memory import command as memory_command
 
 
@@ -21,6 +21,8 @@ def main(args: Sequence[str] | None = None, prog: str = "jmp-lite") -> int:
     try:
         return options.run(options) or 0
     except (ModuleNotFoundError, RuntimeError, ValueError) as error:
+        if sources.is_of_user(error):
+            raise
         print(reports.printable(str(error), keep="\n"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -76,10 +78,7 @@ def _seconds(text: str) -> float:
 def _doctor(options: argparse.Namespace) -> None:
     show = _show_progress if sys.stderr.isatty() else lambda share: None
     diagnosis = doctor.diagnose(seconds=options.seconds, on_progress=show)
-    if options.json:
-        print(diagnosis.to_json())
-    else:
-        print(diagnosis.to_text(shutil.get_terminal_size().columns))
+    print(diagnosis.to_json() if options.json else diagnosis)
 
 
 def _show_progress(share: float) -> None:

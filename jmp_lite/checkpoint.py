@@ -1,8 +1,8 @@
 """Checkpoints: resume bitwise, restore across dtypes, convert from jmp and flax."""
 
-from jmp_lite._src import extras
+from jmp_lite._src import extras as _extras
 
-with extras.needed("checkpoint"):
+with _extras.needed("checkpoint"):
     from jmp_lite._src.checkpoint.leaves import Cast, Casts
     from jmp_lite._src.checkpoint.loss_scales import convert_loss_scale
     from jmp_lite._src.checkpoint.save_restore import (

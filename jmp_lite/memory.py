@@ -1,17 +1,18 @@
 """Memory: what a function keeps for its gradient, and what its program needs."""
 
+import typing as _typing
+
+from jmp_lite._src import extras as _extras
 from jmp_lite._src.autocast.segments import save_products
-from jmp_lite._src.memory.compare import Compared, Comparison, compare
+from jmp_lite._src.memory.compare import Comparison, compare
 from jmp_lite._src.memory.devices import DEVICES, Device, mesh
 from jmp_lite._src.memory.saved import SavedArray, SavedReport, saved
-from jmp_lite._src.memory.step import LiveRow, StepReport, of_step
+from jmp_lite._src.memory.step import StepReport, of_step
 
 __all__ = [
-    "Compared",
     "Comparison",
     "DEVICES",
     "Device",
-    "LiveRow",
     "SavedArray",
     "SavedReport",
     "StepReport",
@@ -21,3 +22,7 @@ __all__ = [
     "save_products",
     "saved",
 ]
+
+
+def __getattr__(name: str) -> _typing.Any:
+    return _extras.lazy_attribute(__name__, name)

@@ -1,8 +1,8 @@
 """Flax nnx: policies for the modules of a model, and a train state."""
 
-from jmp_lite._src import extras
+from jmp_lite._src import extras as _extras
 
-with extras.needed("flax"):
+with _extras.needed("flax"):
     from jmp_lite._src.flax.nnx.modules import PolicyModule, with_policy
     from jmp_lite._src.flax.nnx.train_state import TrainState
 

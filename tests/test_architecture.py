@@ -28,6 +28,9 @@ PUBLIC = (
     "memory",
     "nnx",
     "numerics",
+    "ops",
+    "states",
+    "trees",
 )
 # A module or a subpackage of `_src` -> its floor. Imports run to a lower floor only;
 # inside one subpackage they are free. A new module needs a line here.
@@ -109,7 +112,7 @@ def _find_beyond_reexports(tree: ast.Module) -> Iterator[str]:
         match node:
             case ast.Import() | ast.ImportFrom():
                 continue
-            case ast.If(test=test) if ast.unparse(test) == "typing.TYPE_CHECKING":
+            case ast.If(test=test) if ast.unparse(test) == "_typing.TYPE_CHECKING":
                 continue
             case ast.FunctionDef(name="__getattr__" | "__dir__"):  # of a lazy import
                 continue

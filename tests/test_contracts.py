@@ -70,12 +70,12 @@ def a_state(name: str = "scale_aware") -> Any:
 def a_remainders_state() -> Any:
     """Return the state of masters in remainders, after a step."""
     tx: Any = jmp.master_weights(momentum(), storage="remainder")
-    params = jmp.cast_floating(PARAMS, "bfloat16")
+    params = jmp.trees.cast_floating(PARAMS, "bfloat16")
     return tx.update(GRADS, tx.init(params), params)[1]
 
 
 RULES = {"half_results": False, "fp8_min_size": 128, "recompute": False}
-LOW = jmp.LowPrecisionArray(jnp.uint8([7]), jnp.float32([-0.5]))
+LOW = jmp.states.LowPrecisionArray(jnp.uint8([7]), jnp.float32([-0.5]))
 # One instance of every public class, no field of which has its default.
 INSTANCES: dict[str, Callable[[], Any]] = {
     "DynamicLossScale": lambda: DYNAMIC,
@@ -84,7 +84,7 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "LowPrecisionState": lambda: a_state("low_precision_state"),
     "MasterWeightsState": lambda: a_state("master_weights"),
     "NoOpLossScale": jmp.NoOpLossScale,
-    "OpRules": lambda: jmp.OpRules.only({"tanh": "float32"}).replace(**RULES),
+    "OpRules": lambda: jmp.ops.OpRules.only({"tanh": "float32"}).replace(**RULES),
     "Policy": lambda: jmp.get_policy("c=bf16,m=fp8,r=f32"),
     "PolicyMap": lambda: jmp.PolicyMap(POLICY, {"a/.*": "full"}, allow_unused=True),
     "ScaleAwareState": a_state,
@@ -115,8 +115,8 @@ ON_ARRAYS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "autocast": (lowered(lambda x, w: jnp.exp(jnp.dot(x, w))), OPERANDS),
     "full_precision": (jmp.full_precision(jnp.dot), OPERANDS),
     "in_half": (lowered(jmp.in_half(jnp.dot)), OPERANDS),
-    "cast_floating": (lambda t: jmp.cast_floating(t, jnp.bfloat16), (TREE,)),
-    "cast_like": (jmp.cast_like, (TREE, dict(TREE, f=TREE["h"]))),
+    "cast_floating": (lambda t: jmp.trees.cast_floating(t, jnp.bfloat16), (TREE,)),
+    "cast_like": (jmp.trees.cast_like, (TREE, dict(TREE, f=TREE["h"]))),
     "cast_to_full": (jmp.cast_to_full, (TREE,)),
     "cast_to_half": (jmp.cast_to_half, (TREE,)),
     "get_loss_scale": (jmp.get_loss_scale, (a_state(),)),
@@ -124,7 +124,7 @@ ON_ARRAYS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "select_tree": (jmp.select_tree, (jnp.bool_(False), PARAMS, GRADS)),
     "scaled_grad": (of_scaled(jmp.scaled_grad), SCALED),
     "scaled_value_and_grad": (of_scaled(jmp.scaled_value_and_grad), SCALED),
-    "fp8_dot_general": (lambda a, b: jmp.fp8_dot_general(a, b, MATMUL), OPERANDS),
+    "fp8_dot_general": (lambda a, b: jmp.ops.fp8_dot_general(a, b, MATMUL), OPERANDS),
     "sums_in_float32": (
         jmp.sums_in_float32(lambda w, i: w.astype(jnp.bfloat16)[i] * 2),
         (PARAMS["w"], jnp.zeros(3, jnp.int32)),
@@ -164,9 +164,10 @@ MODULES = ["jmp_lite"] + [
 ]
 # A union of classes is documented where they are.
 DOCUMENTED = {
-    name: value
-    for name, value in vars(jmp).items()
-    if name in jmp.__all__ and not isinstance(value, types.UnionType | types.ModuleType)
+    name: getattr(module, name)
+    for module in (jmp, jmp.ops, jmp.states, jmp.trees)
+    for name in module.__all__
+    if not isinstance(getattr(module, name), types.UnionType)
 }
 FUNCTIONS = [n for n, value in DOCUMENTED.items() if inspect.isfunction(value)]
 CLASSES = [n for n, value in DOCUMENTED.items() if isinstance(value, type)]
@@ -205,9 +206,37 @@ def test_all_is_sorted_and_complete(name):
         for name, value in vars(module).items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
-    # Public modules that need nothing more are imported with the package.
-    names |= {"memory", "numerics"} if name == "jmp_lite" else set()
     assert module.__all__ == sorted(names)
+
+
+def test_dir_has_the_public_names_and_namespaces_and_no_other_module():
+    names = [name for name in dir(jmp) if not name.startswith("__")]
+    assert names == sorted([*jmp.__all__, *(m.partition(".")[2] for m in MODULES[1:])])
+    assert len(jmp.__all__) <= 28
+    for module in map(importlib.import_module, MODULES[1:]):
+        shown = [name for name in dir(module) if not name.startswith("_")]
+        assert shown == module.__all__
+
+
+OLD_NAMES = {
+    "ScaleAwareState": "is jmp_lite.states.ScaleAwareState now",
+    "cast_like": "is jmp_lite.trees.cast_like now",
+    "fp8_dot_general": "is jmp_lite.ops.fp8_dot_general now",
+    "numerics.merge": "is private now",
+}
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_an_old_name_works_and_warns_of_the_new_one(name):
+    module, _, last = f"jmp_lite.{name}".rpartition(".")
+    with pytest.warns(DeprecationWarning) as caught:
+        value = getattr(importlib.import_module(module), last)
+    [warning] = caught
+    assert str(warning.message).startswith(f"jmp_lite.{name} {OLD_NAMES[name]}: ")
+    assert warning.filename == __file__
+    assert value is DOCUMENTED.get(last, value) and value.__name__ == last
+    with pytest.warns(DeprecationWarning), pytest.raises(ImportError):
+        exec(f"from {module} import {last}, no_such_name")
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
@@ -280,7 +309,7 @@ def assert_same(got: Any, expected: Any) -> None:
 @pytest.mark.parametrize("name", INSTANCES)
 def test_an_instance_survives_flattening_jit_and_pickle_and_is_frozen(name):
     instance = INSTANCES[name]()
-    assert type(instance) is getattr(jmp, name)
+    assert type(instance) is DOCUMENTED[name]
     leaves, structure = jax.tree.flatten(instance)
     assert_same(jax.tree.unflatten(structure, leaves), instance)
     with_paths, structure = jax.tree_util.tree_flatten_with_path(instance)

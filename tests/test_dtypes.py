@@ -32,7 +32,10 @@ def test_names_are_written_short(long, short):
 
 @pytest.mark.parametrize("name", ["float17", "", "Float16", "float_e", "floor", "int8"])
 def test_an_unknown_name_lists_the_known_ones(name):
-    known = "half, bf16, bfloat16, f16, float16, full, f32, float32, f64, float64"
+    known = (
+        "half, bf16, bfloat16, f16, float16, fp16, full, f32, float32, fp32, f64, "
+        "float64"
+    )
     with pytest.raises(ValueError) as error:
         dtypes.parse_dtype(name)
     assert str(error.value) == f"Unknown dtype {name!r}, expected one of {known}."

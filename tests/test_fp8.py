@@ -15,8 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_lite
-from jmp_lite import fp8_dot_general
 from jmp_lite._src import fp8
+from jmp_lite.ops import fp8_dot_general
 
 MATMUL = (((1,), (0,)), ((), ()))
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
@@ -60,18 +60,18 @@ def test_product_and_gradients_are_right_to_the_digits_of_fp8(of_a, of_b, one_si
     assert out.dtype == (a.dtype if of_a == of_b else jnp.float32)
     assert (da.dtype, db.dtype) == (a.dtype, b.dtype)
     # Rounding to nearest loses at most 2**-4 of a number (E4M3), 2**-3 (E5M2).
-    assert error(out, exact(a, b)) < 0.06
-    assert error(da, exact(g, b.T)) < 0.06
-    assert error(db, exact(a.T, g)) < 0.06
+    assert error(out, exact(a, b)) < 0.061
+    assert error(da, exact(g, b.T)) < 0.061
+    assert error(db, exact(a.T, g)) < 0.061
 
 
 quantize = jax.jit(fp8.quantize, static_argnames="dtype")
 
 
 def rounded(x: Any, dtype: Any) -> Any:
-    x8, scale = quantize(x, dtype)
-    assert x8.dtype == dtype
-    return np.float64(x8) * np.float64(scale)
+    x8, scale = map(np.asarray, quantize(x[None], dtype))
+    assert x8.dtype == dtype and (np.frexp(scale)[0] == 0.5).all()  # a power of two
+    return (x8.astype(np.float64) * scale)[0]
 
 
 @pytest.mark.parametrize(("dtype", "digits"), [(fp8.FORWARD, 3), (fp8.GRADIENT, 2)])
@@ -79,11 +79,10 @@ def test_a_tensor_is_rounded_to_a_number_near_each_element(dtype, digits):
     x = normal(100, 100)
     found, x = rounded(x, dtype), np.float64(x)
     smallest = float(jnp.finfo(dtype).smallest_subnormal)
-    step = np.abs(x).max() / float(jnp.finfo(dtype).max) * smallest
+    step = 2 * np.abs(x).max() / float(jnp.finfo(dtype).max) * smallest
     # XLA's older code for a CPU rounds to float16 first.
     bound = np.maximum(np.abs(x) * 2.0 ** -(digits + 1), step / 2) * 1.002
     assert (np.abs(found - x) <= bound).all()
-    assert np.abs(found).max() == pytest.approx(np.abs(x).max(), rel=1e-6)
 
 
 def test_the_result_is_that_of_the_rounded_operands():
@@ -186,7 +185,7 @@ def test_the_smallest_and_largest_magnitudes(exponent):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "exponent"), [(fp8.FORWARD, -18.8), (fp8.GRADIENT, -32.8)]
+    ("dtype", "exponent"), [(fp8.FORWARD, -18), (fp8.GRADIENT, -32)]
 )
 def test_what_is_much_smaller_than_the_largest_becomes_zero(dtype, exponent):
     x = np.exp2(np.asarray([[0.0, exponent - 0.1, exponent + 0.1]], np.float32))
@@ -236,6 +235,56 @@ def test_sums_of_one_sign_are_those_of_float32(fun, dtype):
 
 
 # Transformations.
+
+
+@pytest.mark.parametrize("largest", [0.0, 1.0, 1.75, 1.7500001, 2.0, 3.4e38])
+@pytest.mark.parametrize("dtype", [fp8.FORWARD, fp8.GRADIENT])
+def test_a_scale_is_the_least_power_of_two_that_clips_nothing(dtype, largest):
+    _, scale = quantize(np.full((1, 1, 1), largest, np.float32), dtype)
+    reached = float(np.float32(largest)) / scale.item()
+    most = float(jnp.finfo(dtype).max)
+    assert most / 2 < reached <= most or largest == 0.0 < scale.item()
+
+
+# Examples under `vmap`.
+
+
+def scaled_examples() -> Any:
+    """Return operands and gradients of three examples, from tiny to huge."""
+    sizes = np.asarray([1e-6, 1.0, 1e6], np.float32)[:, None, None]
+    return normal(3, 8, 32) * sizes, normal(3, 8, 8, seed=3) * sizes[::-1]
+
+
+@pytest.mark.parametrize("is_lhs", [True, False])
+def test_each_example_of_vmap_has_its_own_scale(is_lhs):
+    x, g = scaled_examples()
+
+    def product(x, w):
+        return matmul(x, w) if is_lhs else matmul(w.T, x.T).T
+
+    def mapped(x, w):
+        return jax.vmap(product, (0, None))(x, w)
+
+    out, dx, dw = with_gradients(x, B, g, mapped)
+    each = [with_gradients(x[i], B, g[i], product) for i in range(3)]
+    bitwise.assert_same((out, dx), tuple(map(np.stack, zip(*each, strict=True)))[:2])
+    # In the sum over examples, all weigh the same: tiny operands have huge gradients.
+    assert error(dw, sum(exact(x[i].T, g[i]) for i in range(3))) < 0.061
+
+
+def test_examples_of_two_calls_of_vmap_have_their_own_scales():
+    x, g = scaled_examples()
+    ws = B * np.asarray([1e-6, 1e6], np.float32)[:, None, None]
+    each_x = jax.vmap(matmul, (0, None))
+    found, dx, dws = with_gradients(
+        x, ws, np.stack([g, g]), lambda x, ws: jax.vmap(each_x, (None, 0))(x, ws)
+    )
+    for j, w in enumerate(ws):
+        for i in range(3):
+            bitwise.assert_same(found[j, i], with_gradients(x[i], w, g[i])[0])
+        assert error(dws[j], sum(exact(x[i].T, g[i]) for i in range(3))) < 0.061
+    for i in range(3):
+        assert error(dx[i], exact(g[i], ws[0].T) + exact(g[i], ws[1].T)) < 0.08
 
 
 def test_examples_of_vmap_are_rows_of_one_matrix():
@@ -333,11 +382,18 @@ def test_the_backward_pass_keeps_fp8_and_multiplies_fp8():
     vjp = jax.eval_shape(lambda a, b: jax.vjp(matmul, a, b)[1], a, b)
     kept = {x.dtype.name for x in jax.tree.leaves(vjp) if x.size > 1}
     assert kept == {"float8_e4m3fn"}
-    text = with_gradients.lower(a, b, normal(32, 16)).as_text()
-    dots = re.findall(r"dot_general .*: \(tensor<\S*x(\w+)>, \S*x(\w+)>\)", text)
-    forward, *backward = sorted(map(sorted, dots))
-    assert forward == ["f8E4M3FN", "f8E4M3FN"]
-    assert backward == [["f8E4M3FN", "f8E5M2"]] * 2
+
+    def product(a, b):
+        return fp8_dot_general(a, b, MATMUL, None, jnp.bfloat16)
+
+    text = with_gradients.lower(a, b, normal(32, 16), product).as_text()
+    dtypes = r"dot_general .*: \(tensor<\S*x(\w+)>, \S*x(\w+)>\) -> tensor<\S*x(\w+)>"
+    # Only the gradient of the float32 weight is written in float32.
+    assert sorted(re.findall(dtypes, text)) == [
+        ("f8E4M3FN", "f8E4M3FN", "bf16"),
+        ("f8E5M2", "f8E4M3FN", "bf16"),
+        ("f8E5M2", "f8E4M3FN", "f32"),
+    ]
 
 
 @pytest.mark.one_of("half")
@@ -351,8 +407,8 @@ def test_autocast_leaves_it_as_it_is_and_numerics_names_it(half):
     policy = f"mixed_{half}"
     params = {"a": normal(32, 16) / 6, "b": normal(16, 8, seed=1) / 4}
     x = normal(8, 32, seed=2)
-    product = jmp_lite.explain(loss, policy)(params, x).rows[1]
-    assert (product.primitive, product.is_half) == ("fp8_product", False)
+    rows = jmp_lite.explain(loss, policy)(params, x).rows
+    assert [x.is_half for x in rows if x.primitive == "fp8_product"] == [False]
     inside = jax.grad(jmp_lite.autocast(loss, policy))
     around = jmp_lite.autocast(jax.grad(loss), policy)
     grads = jax.jit(lambda *args: [f(*args) for f in (jax.grad(loss), inside, around)])

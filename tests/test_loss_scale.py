@@ -141,7 +141,7 @@ def test_an_integer_warns_at_its_user_and_becomes_a_float(name, number):
     with pytest.warns(UserWarning, match=expected) as caught:
         loss_scale = jmp.DynamicLossScale(**{"loss_scale": 8.0, name: number})
     assert [warning.filename for warning in caught] == [__file__]
-    assert loss_scale.loss_scale.dtype == jnp.float32
+    assert jnp.result_type(loss_scale.loss_scale) == jnp.float32
     assert float(getattr(loss_scale, name)) == 8.0
 
 

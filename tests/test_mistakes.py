@@ -34,7 +34,7 @@ nnx_: Any = jmp_lite.nnx
 
 F16, KEY = jnp.float16, jax.random.key(0)
 P: Any = {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}
-H = jmp.cast_floating(P, F16)
+H = jmp.trees.cast_floating(P, F16)
 X = jnp.ones((3, 4))
 MIXED = jmp.get_policy("mixed_float16")
 SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
@@ -79,7 +79,7 @@ def dynamic(*args: Any, **settings: Any) -> Any:
 
 
 def fp8_product(a: Any, b: Any = P["w"], **options: Any) -> Any:
-    return jmp.fp8_dot_general(a, b, NUMBERS, **options)
+    return jmp.ops.fp8_dot_general(a, b, NUMBERS, **options)
 
 
 def linen_state(params: Any, **options: Any) -> Any:
@@ -155,13 +155,21 @@ POLICIES: list[Row] = [
 ]
 
 TREES: list[Row] = [
-    (lambda: jmp.cast_floating(F16, P), "dtype or its name", "got {'w'"),
-    (lambda: jmp.cast_floating(P, jnp.int8), "a floating dtype", "got 'int8'"),
-    (lambda: jmp.cast_floating(P, "floaty"), "Unknown dtype 'floaty'", "one of half"),
-    (lambda: jmp.cast_floating(P), "missing 1", "'dtype'"),
+    (lambda: jmp.trees.cast_floating(F16, P), "dtype or its name", "got {'w'"),
+    (lambda: jmp.trees.cast_floating(P, jnp.int8), "a floating dtype", "got 'int8'"),
+    (
+        lambda: jmp.trees.cast_floating(P, "floaty"),
+        "Unknown dtype 'floaty'",
+        "one of half",
+    ),
+    (lambda: jmp.trees.cast_floating(P), "missing 1", "'dtype'"),
     (lambda: jmp.cast_to_half(P, F16), "takes 1 positional argument but 2"),
-    (lambda: jmp.cast_like(P, {"w": P["w"]}), "different structure", "first has ['b']"),
-    (lambda: jmp.cast_like(P, F16), "cast_like got trees of different structure"),
+    (
+        lambda: jmp.trees.cast_like(P, {"w": P["w"]}),
+        "different structure",
+        "first has ['b']",
+    ),
+    (lambda: jmp.trees.cast_like(P, F16), "cast_like got trees of different structure"),
     (lambda: jmp.all_finite(P, axis_name="i"), "unexpected", "'axis_name'"),
     (lambda: jmp.select_tree(1, P, P), "boolean scalar, got int32 of shape ()"),
     (lambda: jmp.select_tree(jnp.ones(2, bool), P, P), "got bool of shape (2,)"),
@@ -173,7 +181,11 @@ TREES: list[Row] = [
     (lambda: jmp.select_tree(True, ["a"], ["b"]), "'a' and 'b' at '0'", "not arr"),
     (lambda: jmp.select_tree(True, [1.0], ["b"]), "1.0 and 'b' at '0'", "not arr"),
     (lambda: jmp.recommended_half_dtype("gpu"), "a jax.Device, got 'gpu'", "jax.dev"),
-    (lambda: jmp.cast_floating(P, "float8_e5m2"), "Cannot cast to", "fp8_dot_general"),
+    (
+        lambda: jmp.trees.cast_floating(P, "float8_e5m2"),
+        "Cannot cast to",
+        "fp8_dot_general",
+    ),
 ]
 
 LOSS_SCALES: list[Row] = [
@@ -287,10 +299,10 @@ AUTOCAST: list[Row] = [
     (lambda: jmp.autocast(loss, MIXED, rules={"matmul": "half"}), "mean 'mul'"),
     (lambda: jmp.autocast(loss, MIXED, rules={"add": "half"}), "product", "'promote'"),
     (lambda: jmp.autocast(loss, MIXED, rules={"tanh": "f16"}), "'half'", "got 'f16'"),
-    (lambda: jmp.OpRules("half"), "such as {'tanh': 'float32'}, got 'half'"),
-    (lambda: jmp.OpRules({"softmax": "float32"}), "['softmax']", "'dot_general'"),
+    (lambda: jmp.ops.OpRules("half"), "such as {'tanh': 'float32'}, got 'half'"),
+    (lambda: jmp.ops.OpRules({"softmax": "float32"}), "['softmax']", "'dot_general'"),
     (
-        lambda: jmp.OpRules.default(F16).replace(tan="f32"),
+        lambda: jmp.ops.OpRules.default(F16).replace(tan="f32"),
         "class of 'tan'",
         "got 'f32'",
     ),
@@ -300,7 +312,7 @@ AUTOCAST: list[Row] = [
     (lambda: jmp.sums_in_float32(loss, MIXED), "floating dtype", "got get_policy("),
     (lambda: jmp.explain(loss, "mixed_float17"), "'mixed_float17'", "mixed_float16"),
     (lambda: jmp.explain(loss, MIXED)(P), "missing 1", "'x'"),
-    (lambda: jmp.fp8_dot_general(X, P["w"]), "missing 1", "'dimension_numbers'"),
+    (lambda: jmp.ops.fp8_dot_general(X, P["w"]), "missing 1", "'dimension_numbers'"),
     (lambda: fp8_product(X, b=X), "contracting", "(4,) and (3,)"),
     (lambda: fp8_product(X.astype(int)), "TypeError", "or float16, got lhs of int32"),
     (lambda: fp8_product(X, b=F8), "TypeError", "of float8", "before it is rounded"),
@@ -318,7 +330,7 @@ NUMERICS: list[Row] = [
     (lambda: jax.jit(num.dry_run(loss, MIXED))(P, X), "dry_run", "outside of jax.jit"),
     (lambda: num.advise(loss, MIXED)(P, SHAPE), "advise runs", "got ShapeDtypeStruct"),
     (lambda: num.first_nonfinite(loss)(P, SHAPE), "got ShapeDtypeStruct", "on arrays"),
-    (lambda: num.advise(loss, MIXED, headroom=0.5), "to be at least 1, got 0.5"),
+    (lambda: num.advise(loss, MIXED, headroom=0.5), "at least 1 and finite, got 0.5"),
     (lambda: num.value_stats(X, "f16", histogram="no"), "histogram to be True", "'no'"),
     (lambda: num.advise(loss, MIXED, previous=MIXED), "an Advice", "got get_policy("),
     (lambda: num.advise(lambda p: p["w"], MIXED)(P), "scalar", "(4, 2)", "loss itself"),
@@ -331,7 +343,6 @@ NUMERICS: list[Row] = [
     (lambda: num.value_stats(X), "missing 1", "'dtype'"),
     (lambda: num.value_stats(X.astype(int), "f16"), "floats, got int32[3, 4]"),
     (lambda: num.value_stats(X, "int8"), "Unknown dtype 'int8'", "one of half"),
-    (lambda: num.empty("f16"), "takes 0 positional arguments but 1"),
     (lambda: num.tree_stats(P, "int8"), "Unknown dtype 'int8'", "one of half"),
     (lambda: num.LintReport.from_json("{"), "the JSON of a LintReport, got '{'"),
     (lambda: num.DryRunReport.from_json("[]"), "the JSON of a DryRunReport, got '[]'"),
@@ -446,7 +457,7 @@ NEWCOMERS: list[Row] = [
     (lambda: jmp.autocast(loss, jnp.dtype(F16)), "dtype('f", "write 'mixed_float16'"),
     (lambda: jmp.get_policy(F16), "TypeError", f"got {F16!r}.", "write 'mixed_float"),
     (lambda: jmp.get_policy(jnp.float32), "TypeError", "float32'>.", "write 'float32'"),
-    (lambda: jmp.get_policy(16), "TypeError", "got 16.", "mean 'mixed_float16'?"),
+    (lambda: jmp.get_policy(16), "TypeError", "got 16.", "named mixed_float16"),
     (lambda: jmp.scale_aware(SGD, "c=f16"), "got 'c=f16'", "loss_scale_for('c=f16')"),
     (lambda: jmp.scale_aware(SGD, "dynamic"), "One that adapts is DynamicLossScale()"),
     (lambda: jmp.scale_aware(SGD, MIXED), "loss_scale_for(get_policy('p=full,c=f16"),

@@ -21,7 +21,6 @@ from jmp_lite.__main__ import main
 from jmp_lite._src import reports
 from jmp_lite._src.checkpoint.leaves import Cast, Casts
 from jmp_lite._src.flax import module_policies
-from jmp_lite._src.memory import command
 from tests.test_doctor import DIAGNOSIS
 
 # The second is all of it: rich, matplotlib, HTML, terminals, Python, XLA's own text.
@@ -125,15 +124,13 @@ def test_a_name_on_the_command_line_and_in_errors_is_text(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with command._progress(f"tracing {name}"):
-        pass
     assert main(["memory", f"os:{name}"]) == 1
     shown = str(Casts({name: Cast("float32", "float16", 0)}))
     assert shown == f"{reports.printable(name)}  float32 -> float16"
-    assert "\x1b" not in str(dataclasses.replace(DIAGNOSIS, missing=(name,)))
+    assert "\x1b" not in str(dataclasses.replace(DIAGNOSIS, findings=(name,)))
     error = capsys.readouterr().err
     assert repr(name)[1:-1] in error
-    assert squeezed(f"tracing {reports.printable(name)}") in squeezed(error)
+    assert squeezed(f"tracing os:{reports.printable(name)}") in squeezed(error)
 
 
 def test_a_product_named_in_an_error_is_text() -> None:
@@ -141,7 +138,7 @@ def test_a_product_named_in_an_error_is_text() -> None:
         with jax.named_scope("\x1b[31mred"):
             return x @ w
 
-    arguments = jmp.cast_floating((W, X), "float16")
+    arguments = jmp.trees.cast_floating((W, X), "float16")
     with pytest.raises(ValueError, match=r"in \\x1b\[31mred") as caught:
         numerics.dry_run(fun, "mixed_float16")(*arguments)
     assert "\x1b" not in str(caught.value)

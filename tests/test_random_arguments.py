@@ -138,7 +138,7 @@ def test_an_error_in_other_words_or_of_another_type_is_found() -> None:
             fun()
         return fault("cast_floating", caught.value)
 
-    assert of_a(lambda: jmp.cast_floating(P, "f99")) == ""
+    assert of_a(lambda: jmp.trees.cast_floating(P, "f99")) == ""
     assert of_a(lambda: jmp.get_policy("half").unknown) == "another type"
     assert of_a(lambda: jmp.empty) == "another type"
     assert of_a(lambda: jnp.asarray("no")) == "not our words"

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jmp_lite import all_finite, cast_floating, cast_like, select_tree
+from jmp_lite import all_finite, select_tree
 from jmp_lite._src import trees
+from jmp_lite.trees import cast_floating, cast_like
 
 FLOATS = [jnp.bfloat16, jnp.float16, jnp.float32, np.dtype("float64")]
 

@@ -194,10 +194,11 @@ def build(step: Step, sizes: Sizes, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     params, kept, *batch = jax.eval_shape(lambda: make_shapes(sizes))
     opt_state = jax.eval_shape(tx.init, params)
     place = functools.partial(_placed, mesh)
-    is_sharded = step.layout == "FSDP"
-    held = jax.tree.map(
-        lambda x: place(x, is_sharded and x.ndim > 0), (params, opt_state, kept)
-    )
+
+    def is_split(x):
+        return step.layout == "FSDP" and x.ndim > 0 and x.shape[0] % mesh.size == 0
+
+    held = jax.tree.map(lambda x: place(x, is_split(x)), (params, opt_state, kept))
     batch = jax.tree.map(lambda x: place(x, mesh.size > 1), batch)
     shardings = jax.tree.map(lambda x: x.sharding, held)
     out = (*shardings, None)

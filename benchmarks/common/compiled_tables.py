@@ -66,7 +66,7 @@ def over_float32() -> Rows:
     for model, dtype in itertools.product(compiled, HALVES):
         base = found[str(Step(model))]
         row = {"ratio to float32": f"{TITLES[model]}, {SHORT[dtype]}"}
-        for key in (_BYTES, _PEAK):
+        for key in (_TRAFFIC, _PEAK):
             for cast, name in ((BY_HAND, "by hand"), (GRAD_AUTOCAST, "autocast")):
                 ratio = found[str(Step(model, dtype, cast))][key] / base[key]
                 row[f"{_COLUMNS[key]}, {name}"] = f"{ratio:.2f}"
@@ -108,7 +108,7 @@ def autocast_cost() -> Rows:
     for dtype in HALVES:
         base = found[str(Step("transformer", dtype, BY_HAND))]
         cells = {
-            _COLUMNS[_BYTES]: f"{base[_BYTES] / 1e9:.2f} GB",
+            _COLUMNS[_TRAFFIC]: f"{base[_TRAFFIC] / 1e9:.2f} GB",
             _COLUMNS[_PEAK]: f"{base[_PEAK] / 2**20:.0f} MiB",
             _COLUMNS[_KERNELS]: f"{base[_KERNELS]}",
         }
@@ -117,7 +117,7 @@ def autocast_cost() -> Rows:
             row = found.get(str(Step("transformer", dtype, cast)))
             if row:
                 call, _, how = cast.partition(", ")
-                ratios = _ratios(row, base, _BYTES, _PEAK, _KERNELS)
+                ratios = _ratios(row, base, _TRAFFIC, _PEAK, _KERNELS)
                 title = f"{dtype}, `{call}`{how and f', `{how}`'}"
                 cells = {column: f"{x}×" for column, x in ratios.items()}
                 rows.append({"step": title, **cells})
@@ -201,7 +201,7 @@ def fp8() -> Rows:
             "products in fp8": f"{counts.fp8_products(row['products'])}",
             "of all": f"{sum(row['products'].values())}",
         }
-        ratios = _ratios(row, base, _BYTES, _PEAK, "temporary", _KERNELS)
+        ratios = _ratios(row, base, _TRAFFIC, _PEAK, "temporary", _KERNELS)
         rows.append({"": title, **products, **ratios})
     return rows
 
@@ -358,7 +358,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
             *_steps("mlp", _AUTOCAST[0], _SCALED),
             *_steps("cnn", *_POLICY, *_AUTOCAST, _ADVISED, _SCALED),
         ],
-        *(_BYTES, _PEAK, _KERNELS),
+        *(_TRAFFIC, _PEAK, _KERNELS),
     ),
     "programs_v5e": lambda: over_by_hand(
         "v5e",

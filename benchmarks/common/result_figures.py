@@ -156,7 +156,7 @@ def draw_overhead() -> Figure:
 def draw_compiled() -> Figure:
     """Draw bytes and peaks of compiled train steps over float32's."""
     panels = []
-    for what in ("bytes accessed", "peak memory"):
+    for what in ("main memory", "peak memory"):
         series = {
             cast: {
                 row["ratio to float32"]: [float(row[f"{what}, {cast}"])] * 3

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from examples.common import results
 from examples.common.precision import is_half
-from jmp_lite import Policy, TooManySkippedStepsError, get_policy
+from jmp_lite import Policy, get_policy
+from jmp_lite.states import TooManySkippedStepsError
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 MOST = 200
 """How many characters of an argument an error shows."""
 
 
-def wrong(name: str, expected: str, got: Any, remedy: str = "") -> str:
+def wrong(name: str, expected: str, got: object, remedy: str = "") -> str:
     """Return the sentence of an error.
 
     Examples:
@@ -36,7 +37,7 @@ def flag(value: Any, name: str, or_none: bool = False) -> Any:
     raise TypeError(wrong(name, expected, value))
 
 
-def is_number(x: Any) -> bool:
+def is_number(x: object) -> bool:
     """Return whether this is a real number whose value is known; a flag is none."""
     if isinstance(x, Tracer | bool):
         return False
@@ -45,7 +46,7 @@ def is_number(x: Any) -> bool:
     return isinstance(x, int | float)
 
 
-def is_real(dtype: Any) -> bool:
+def is_real(dtype: DTypeLike) -> bool:
     """Return whether this is a dtype of real numbers; that of flags is none."""
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.floating))
 
@@ -84,21 +85,22 @@ def one_of(value: Any, name: str, options: Sequence[str | None], remedy="") -> A
     raise ValueError(wrong(name, f"one of {tuple(options)}", value, remedy))
 
 
-def positions(value: Any, name: str, least: int = 1) -> None:
-    """Check the index of an argument, or those of several."""
-    given = value if isinstance(value, tuple | list) else (value,)
+def positions(value: Any, name: str, least: int = 1) -> tuple[int, ...]:
+    """Return the index of an argument, or those of several."""
+    given = tuple(value) if isinstance(value, tuple | list) else (value,)
     is_int = [isinstance(i, int | np.integer) and type(i) is not bool for i in given]
     if not all(is_int) or len(given) < least:
         raise TypeError(wrong(name, "the index of an argument, or several", value))
+    return given
 
 
-def text(value: Any, name: str) -> str:
+def text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise TypeError(wrong(name, "a string", value))
     return value
 
 
-def function(value: Any, what: str) -> None:
+def function(value: object, what: str) -> None:
     if not callable(value):
         raise TypeError(f"Expected a function to {what}, got {value!r}.")
 

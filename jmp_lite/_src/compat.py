@@ -343,42 +343,6 @@ def is_user_file(path: str) -> bool:
     return source_info_util_private.is_user_filename(path)
 
 
-def is_source_info_code(code: Any) -> bool:
-    """Return whether this is the JAX function that reads an operation's source."""
-    return code is source_info_util_private.current.__code__
-
-
-@contextlib.contextmanager
-def replace_source_info(make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace JAX's current `SourceInfo` in this thread.
-
-    Does nothing if JAX stores it in an unknown way, or inside another such context.
-    """
-    holder: Any = getattr(source_info_util_private, "_source_info_context", None)
-    before = getattr(holder, "context", None)
-    if type(before) is not getattr(source_info_util_private, "SourceInfo", None):
-        yield
-        return
-    holder.context = make(before)
-    try:
-        if not _takes_given_source():
-            holder.context = before
-        yield
-    finally:
-        holder.context = before
-
-
-def _takes_given_source() -> bool:
-    """Return whether new operations get the `SourceInfo` that was set."""
-    try:
-        given = source_info_util_private.current().traceback
-        with source_info_util_private.user_context(given):
-            made = source_info_util_private.current()
-    except (AttributeError, TypeError):
-        return False
-    return given is not None and made.traceback == given
-
-
 def bounds(dimension: Any) -> tuple[float, float]:
     """Return the least and the largest number that a dimension of a shape may be."""
     if not export.is_symbolic_dim(dimension):

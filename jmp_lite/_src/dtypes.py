@@ -17,8 +17,8 @@ from jmp_lite._src import arguments
 # The first name of each dtype is its short name; all names are accepted.
 DTYPE_NAMES: dict[Any, tuple[str, ...]] = {
     jnp.bfloat16: ("bf16", "bfloat16"),
-    jnp.float16: ("f16", "float16"),
-    jnp.float32: ("full", "f32", "float32"),
+    jnp.float16: ("f16", "float16", "fp16"),
+    jnp.float32: ("full", "f32", "float32", "fp32"),
     jnp.float64: ("f64", "float64"),
 }
 
@@ -29,7 +29,7 @@ _CASTABLE = frozenset(np.dtype(dtype) for dtype in DTYPE_NAMES)
 _HALF = frozenset(np.dtype(dtype) for dtype in HALF_DTYPES)
 
 
-def is_castable(dtype: Any) -> bool:
+def is_castable(dtype: DTypeLike) -> bool:
     """Return whether policies cast arrays of this dtype: bf16, f16, f32 and f64.
 
     Not fp8 and narrower dtypes: they have a scale of their own, which a cast would
@@ -38,23 +38,21 @@ def is_castable(dtype: Any) -> bool:
     return dtype in _CASTABLE
 
 
-def is_of_jax(dtype: Any) -> bool:
+def is_of_jax(dtype: np.dtype) -> bool:
     """Return whether JAX has arrays of this dtype: not NumPy's strings and objects."""
-    if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         return True
-    return (
-        dtype == np.bool_
-        or jnp.issubdtype(dtype, np.number)
-        and hasattr(jnp, dtype.name)
-    )
+    if dtype in (np.bool_, jax.dtypes.float0):
+        return True
+    return jnp.issubdtype(dtype, np.number) and hasattr(jnp, dtype.name)
 
 
-def is_half(dtype: Any) -> bool:
+def is_half(dtype: DTypeLike) -> bool:
     """Return whether this dtype is float16 or bfloat16."""
     return dtype in _HALF
 
 
-def needs_scale(dtype: Any) -> bool:
+def needs_scale(dtype: DTypeLike) -> bool:
     """Return whether this dtype has so few bits, 8 at most, that it needs a scale."""
     return jnp.finfo(dtype).bits <= 8
 
@@ -90,7 +88,7 @@ def parse_dtype(value: Any) -> Any:
         raise ValueError(
             f"Cannot cast to {dtype.name}: without a scale, small numbers become 0 and "
             'large ones NaN or inf. Use get_policy("mixed_fp8") with autocast or '
-            "with_policy, or jmp_lite.fp8_dot_general: these scale the operands of "
+            "with_policy, or jmp_lite.ops.fp8_dot_general: these scale the operands of "
             "matrix products."
         )
     raise ValueError(
@@ -116,7 +114,10 @@ _PLATFORMS = ("cpu", "gpu", "tpu", "cuda", "rocm", "metal", "xpu", "neuron")
 
 
 def half_dtype(platform: str | None = None) -> Any:
-    """Return the half-precision dtype of a platform, as jmp does.
+    """Return the half-precision dtype of a platform: jmp's function, and jmp's answer.
+
+    `recommended_half_dtype` returns the one to train with, bfloat16 wherever it is
+    fast.
 
     Args:
       platform: `"cpu"`, `"gpu"`, `"tpu"`…; the default is that of the first local
@@ -230,7 +231,7 @@ def slow_fp8_reason(device: Any = None) -> str | None:
     return None
 
 
-def round_to(x: jax.Array, dtype: Any) -> jax.Array:
+def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Round f32 numbers to the nearest of bf16 or f16, ties to even; they stay f32.
 
     XLA may remove a cast to half and back, because it allows excess precision.

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,10 +27,60 @@ _ELSEWHERE = {
 }
 
 
+NAMESPACES = (
+    "checkpoint",
+    "linen",
+    "memory",
+    "nnx",
+    "numerics",
+    "ops",
+    "states",
+    "trees",
+)
+
+# Names of 0.2 -> where each is now: the module, public or private.
+_MOVED = {
+    "jmp_lite": {
+        **dict.fromkeys(("cast_floating", "cast_like"), "trees"),
+        **dict.fromkeys(("OpRules", "fp8_dot_general"), "ops"),
+        **dict.fromkeys(
+            (
+                "LowPrecisionArray",
+                "LowPrecisionState",
+                "MasterRemaindersState",
+                "MasterWeightsState",
+                "ScaleAwareState",
+                "StochasticRoundingState",
+                "TooManySkippedStepsError",
+            ),
+            "states",
+        ),
+    },
+    "jmp_lite.memory": {
+        "Compared": "_src.memory.compare",
+        "LiveRow": "_src.memory.step",
+    },
+    "jmp_lite.numerics": dict.fromkeys(
+        ("EXPONENTS", "empty", "merge"), "_src.numerics.stats"
+    ),
+}
+
+
 def lazy_attribute(package: str, name: str) -> Any:
-    """Return a public module of a package that is not imported yet."""
-    if name in ("checkpoint", "linen", "memory", "nnx", "numerics"):
+    """Return a namespace that is not imported yet, or what has moved from a module."""
+    if package == "jmp_lite" and name in NAMESPACES:
         return importlib.import_module(f"{package}.{name}")
+    module = _MOVED[package].get(name)
+    if module is not None:
+        now = f"is jmp_lite.{module}.{name} now"
+        if module.startswith("_src"):
+            now = "is private now"
+        warnings.warn(
+            f"{package}.{name} {now}: the old name goes after this release.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return getattr(importlib.import_module(f"jmp_lite.{module}"), name)
     message = f"module {package!r} has no attribute {name!r}"
     where = _ELSEWHERE.get(name)
     raise AttributeError(f"{message}: see {where}" if where else message)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import batching
 
 from jmp_lite._src import compat, dtypes, new_primitives
 
@@ -24,7 +25,8 @@ FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 # The largest power of two of each format.
 _SIZE = {jnp.dtype(FORWARD): 2.0**8, jnp.dtype(GRADIENT): 2.0**15}
-# The least magnitude that a scale maps to the largest fp8 number, so that a tensor of
+
+# The least magnitude that a scale maps to the largest fp8 numbers, so that a tensor of
 # zeros has a scale, which is a normal float32.
 _FLOOR = 2.0**-100
 
@@ -51,17 +53,18 @@ def fp8_dot_general(
     """Return a matrix product of operands rounded to fp8: `lax.dot_general` in fp8.
 
     Pass it as `dot_general=` to layers of Flax, or call it. Each operand has one scale,
-    from its largest magnitude in this call; with batch dimensions, one for each batch
-    element. For operands `a` and `b` and the gradient `g` of the result::
+    from its largest magnitude in this call; with batch dimensions or under `vmap`, one
+    for each batch element or example. For operands `a` and `b` and the gradient `g` of
+    the result::
 
-      a8, sa = e4m3(a / sa), max|a| / 448       the same for b
-      out    = dot(a8, b8) * (sa * sb)          float32 accumulator
-      g8, sg = e5m2(g / sg), max|g| / 57344
+      a8, sa = e4m3(a / sa), 2**ceil(log2(max|a| / 448))     the same for b
+      out    = dot(a8, b8) * (sa * sb)                       float32 accumulator
+      g8, sg = e5m2(g / sg), 2**ceil(log2(max|g| / 57344))
       da, db = dot(g8, b8) * (sg * sb), dot(a8, g8) * (sg * sa)
 
     A tensor of zeros gives zeros. If an operand has an inf or NaN, no number of the
     result is finite: nothing is clipped, and `scale_aware` skips the step. Magnitudes
-    below about `2**-19` of the largest become 0 in the forward pass, `2**-33` in a
+    below about `2**-18` of the largest become 0 in the forward pass, `2**-32` in a
     gradient.
 
     fp8 is native on NVIDIA GPUs from compute capability 8.9. There, XLA uses it for
@@ -147,8 +150,8 @@ def dot_general(
     # One free and one summed dimension on each side, which XLA's fp8 kernels need.
     a = jnp.transpose(lhs, of_lhs.order).reshape(of_lhs.matrix)
     b = jnp.transpose(rhs, of_rhs.order).reshape(of_rhs.matrix)
-    out = _product(a, b, formats=(lhs_dtype, FORWARD))
-    return out.reshape(of_lhs.batch + of_lhs.free + of_rhs.free).astype(dtype)
+    out = _product(a, b, formats=(lhs_dtype, FORWARD), dtype=jnp.dtype(dtype))
+    return out.reshape(of_lhs.batch + of_lhs.free + of_rhs.free)
 
 
 def large_dot_general(
@@ -248,15 +251,29 @@ class _Dimensions:
         self.batch, self.free, self.summed = (
             tuple(shape[i] for i in axes) for axes in (batch, free, summed)
         )
-        # The shape with all free and all summed dimensions merged.
-        self.matrix = (*self.batch, math.prod(self.free), math.prod(self.summed))
+        # The shape of a group of rows, all free and all summed dimensions merged.
+        self.matrix = (*self.batch, 1, math.prod(self.free), math.prod(self.summed))
 
 
-def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Return matrices `[*batch, m, n]` over their scales in fp8, f32 `[*batch]`."""
-    largest = jnp.max(jnp.abs(x), axis=(-2, -1), initial=0).astype(jnp.float32)
-    scale = jnp.maximum(largest, _FLOOR) / float(jnp.finfo(dtype).max)
-    return (x.astype(jnp.float32) / scale[..., None, None]).astype(dtype), scale
+def quantize(
+    x: jax.Array, dtype: Any, rank: int = 3, group: int = -3
+) -> tuple[jax.Array, jax.Array]:
+    """Return arrays over their scales in fp8, and the scales.
+
+    The last axes, so many, are those of an array of groups. Each group, along an axis
+    of these, has a scale, f32, a power of two: it changes no digit. Of the other axes,
+    scales have size 1.
+    """
+    axes = [i for i in range(-rank, 0) if i != group or x.shape[i] == 1]
+    largest = jnp.max(jnp.abs(x), axis=axes, initial=0)
+    scale = jnp.maximum(largest.astype(jnp.float32), _FLOOR)
+    scale = scale / float(jnp.finfo(dtype).max)
+    # Up to the next power of two: a carry from the mantissa, which is then left out.
+    bits = lax.bitcast_convert_type(scale, jnp.int32)
+    up = lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
+    scale = jnp.expand_dims(jnp.where(jnp.isfinite(scale), up, jnp.nan), axes)
+    wide = x.dtype if x.dtype == jnp.bfloat16 else jnp.float32
+    return (x.astype(wide) * (1 / scale).astype(wide)).astype(dtype), scale
 
 
 def rounded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -264,71 +281,84 @@ def rounded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
     The rounded numbers, and those before they are rounded, divided by the scale; f32.
     """
-    matrix = x.reshape(x.shape[0], -1)
+    matrix = x.reshape(1, x.shape[0], -1)
     x8, scale = quantize(matrix, dtype)
     low = x8.astype(jnp.float32) * scale
     return low.reshape(x.shape), (matrix.astype(jnp.float32) / scale).reshape(x.shape)
 
 
-def _product_impl(a: jax.Array, b: jax.Array, *, formats: Any) -> jax.Array:
-    return _multiply(*quantize(a, formats[0]), *quantize(b, formats[1]))
+def _product_impl(a: jax.Array, b: jax.Array, *, formats: Any, dtype: Any) -> jax.Array:
+    return _forward(*quantize(a, formats[0]), *quantize(b, formats[1]), dtype)
 
 
-def _product_jvp(primals, tangents, *, formats):
+def _product_jvp(primals, tangents, *, formats, dtype):
     # What the backward pass keeps are these rounded tensors.
     a, b = (_constant(*quantize(x, of)) for x, of in zip(primals, formats, strict=True))
 
     def term(i, tangent):
-        return _linear(tangent, *(a if i else b), is_lhs=i == 0, in_axes=())
+        return _linear(tangent, *(a if i else b), is_lhs=i == 0, dtype=dtype)
 
-    return new_primitives.with_tangent(_multiply(*a, *b), tangents, term)
+    return new_primitives.with_tangent(_forward(*a, *b, dtype), tangents, term)
 
 
-def _product_batch(args: Any, axes: Any, *, formats: Any) -> jax.Array:
+def _product_batch(args, axes, **params):
     (a, b), (a_axis, b_axis) = args, axes
+    product = functools.partial(_product, **params)
     if a_axis is None:
-        out = _product_of_rows(jnp.moveaxis(b, b_axis, -3), a, formats[::-1])
-        return jnp.swapaxes(out, -1, -2)
+        return _of_examples(lambda x: product(a, x), b, b_axis, is_lhs=False)
     if b_axis is None:
-        return _product_of_rows(jnp.moveaxis(a, a_axis, -3), b, formats)
-    a, b = jnp.moveaxis(a, a_axis, 0), jnp.moveaxis(b, b_axis, 0)
-    return _product(a, b, formats=formats)
+        return _of_examples(lambda x: product(x, b), a, a_axis, is_lhs=True)
+    return product(jnp.moveaxis(a, a_axis, 0), jnp.moveaxis(b, b_axis, 0))
 
 
-def _product_of_rows(examples: jax.Array, b: jax.Array, formats: Any) -> jax.Array:
-    """Return the products of matrices with one, f32 `[size, *batch, m, n]`.
-
-    The rows of all examples, `[*batch, size, m, k]`, are those of one matrix: they
-    share a scale, and the gradient of `b`, `[*batch, n, k]`, sums over them in one
-    product.
-    """
-    *batch, size, m, k = examples.shape
-    out = _product(examples.reshape(*batch, size * m, k), b, formats=formats)
-    return jnp.moveaxis(out.reshape(*batch, size, m, b.shape[-2]), -3, 0)
+def _of_examples(product: Any, x: jax.Array, axis: int, is_lhs: bool) -> jax.Array:
+    """Map a product over one operand: the examples of it are groups of its rows."""
+    x = jnp.moveaxis(x, axis, -4)
+    size, groups = x.shape[-4:-2]
+    out = product(lax.collapse(x, -4, -2))
+    at = out.ndim - (4 if is_lhs else 2)
+    out = out.reshape(*out.shape[:at], size, groups, *out.shape[at + 1 :])
+    return jnp.moveaxis(out, at, 0)
 
 
-def _multiply(
-    a8: jax.Array,
-    a_scale: jax.Array,
-    b8: jax.Array,
-    b_scale: jax.Array,
-    summed: tuple[int, int] = (-1, -1),
-) -> jax.Array:
-    """Return the f32 product of two fp8 matrices, each times its scale, f32 `[*batch]`.
+def multiply(a8: jax.Array, b8: jax.Array, summed: tuple[int, int], dtype: Any) -> Any:
+    """Return the product of fp8 matrices `[*batch, m, k]`, with their summed axes.
 
-    They are `[*batch, m, k]` and `[*batch, n, k]`, if `summed` has the last axes.
+    The accumulator is rounded once, to bfloat16 or float32: both have its range, and a
+    scale, which is a power of two, changes no digit of the result.
     """
     batch, rank = tuple(range(a8.ndim - 2)), a8.ndim
     dims = (((rank + summed[0],), (rank + summed[1],)), (batch, batch))
     # cuBLAS adds faster and less exactly at the default precision: not for gradients.
     is_forward = a8.dtype == b8.dtype
     precision = lax.Precision.DEFAULT if is_forward else lax.Precision.HIGHEST
-    out = lax.dot_general(a8, b8, dims, precision, jnp.float32)
-    # Both scales are taken to the size of the operands, so that their product overflows
-    # or underflows only with the result.
-    a_size, b_size = _SIZE[a8.dtype], _SIZE[b8.dtype]
+    wide = dtype if dtype == jnp.bfloat16 else jnp.float32
+    return lax.dot_general(a8, b8, dims, precision, wide)
+
+
+def _scaled(out: jax.Array, a_scale: Any, b_scale: Any, sizes: Any, dtype: Any) -> Any:
+    """Return a product times the scales of its operands of these dtypes.
+
+    Both scales are taken to the size of the operands, so that their product overflows
+    or underflows only with the result.
+    """
+    a_size, b_size = (_SIZE[x] for x in sizes)
     scale = (a_scale * a_size) * (b_scale * b_size)
-    return out * (1 / (a_size * b_size)) * scale[..., None, None]
+    out = out * jnp.asarray(1 / (a_size * b_size), out.dtype) * scale.astype(out.dtype)
+    return out.astype(dtype)
+
+
+def _forward(a8, a_scale, b8, b_scale, dtype) -> jax.Array:
+    """Return the result, `[*batch, ga, m, gb, n]`; each operand is one matrix."""
+    a, b = (lax.collapse(x, -3, -1) for x in (a8, b8))
+    out = multiply(a, b, (-1, -1), dtype).reshape(*a8.shape[:-1], *b8.shape[-3:-1])
+    scales = _along(a_scale, is_lhs=True), _along(b_scale, is_lhs=False)
+    return _scaled(out, *scales, (a8.dtype, b8.dtype), dtype)
+
+
+def _along(scale: jax.Array, is_lhs: bool) -> jax.Array:
+    """Return scales of an operand, `[*batch, g, 1, 1]`, beside the result."""
+    return scale[..., None] if is_lhs else scale[..., None, None, :, :, 0]
 
 
 @jax.custom_jvp
@@ -346,36 +376,35 @@ def _no_second_derivative(primals, tangents):
 
 
 def _linear_impl(
-    x: jax.Array, w8: jax.Array, scale: jax.Array, *, is_lhs: bool, in_axes: Any
+    x: jax.Array, w8: jax.Array, scale: jax.Array, *, is_lhs: bool, dtype: Any
 ) -> jax.Array:
-    """Return the product of a tangent with a rounded operand, f32 `[*batch, m, n]`.
+    """Return the product of a tangent with a rounded operand, `[*batch, ga, m, gb, n]`.
 
-    They are `[*batch, m, k]` and `[*batch, n, k]`. If the tangent is the right operand,
-    the result is `[*batch, n, m]`. Calls of `vmap` around it had these `in_axes`.
+    The tangent is that of the left operand, or of the right one.
     """
-
-    def product(x, w8, scale):
-        w = w8.astype(jnp.float32) * scale[..., None, None]
-        x, w = x.astype(jnp.float32), jnp.swapaxes(w, -1, -2)
-        out = jnp.matmul(x, w, precision=lax.Precision.HIGHEST)
-        return out if is_lhs else jnp.swapaxes(out, -1, -2)
-
-    return functools.reduce(jax.vmap, in_axes, product)(x, w8, scale)
+    a, b = x.astype(jnp.float32), w8.astype(jnp.float32) * scale
+    a, b = (a, b) if is_lhs else (b, a)
+    highest = lax.Precision.HIGHEST
+    return jnp.einsum("...gmk,...hnk->...gmhn", a, b, precision=highest).astype(dtype)
 
 
 def _linear_transpose(
-    ct: jax.Array, aval: Any, w8: jax.Array, scale: jax.Array, *, is_lhs, in_axes
+    ct: jax.Array, aval: Any, w8: jax.Array, scale: jax.Array, *, is_lhs, dtype
 ) -> jax.Array:
     """Return the gradient of `x`: the product of the result's gradient, in fp8."""
     if w8.dtype == GRADIENT:
         _no_second_derivative(None, None)
-
-    def product(ct, w8, scale):
-        ct8, ct_scale = quantize(ct, GRADIENT)  # once for both operands
-        # Not transposed: of a sharded weight that is, XLA gathers both forms.
-        return _multiply(ct8, ct_scale, w8, scale, (-1 if is_lhs else -2, -2))
-
-    return functools.reduce(jax.vmap, in_axes, product)(ct, w8, scale)
+    if scale.shape[-3] != 1:  # the product sums over groups
+        ct, scale = ct * _along(scale, not is_lhs), jnp.ones_like(scale[..., :1, :, :])
+    # Once for both operands, if these have one group.
+    ct8, ct_scale = quantize(ct, GRADIENT, 4, -4 if is_lhs else -2)
+    ct8 = lax.collapse(lax.collapse(ct8, -2), -3, -1)
+    # Not transposed: of a sharded weight that is, XLA gathers both forms.
+    summed = (-1 if is_lhs else -2, -2)
+    out = multiply(ct8, lax.collapse(w8, -3, -1), summed, aval.dtype)
+    ct_scale = ct_scale.reshape(*aval.shape[:-2], 1, 1)
+    sizes = ct8.dtype, w8.dtype
+    return _scaled(out.reshape(aval.shape), ct_scale, scale, sizes, aval.dtype)
 
 
 def _linear_jvp(primals, tangents, **params):
@@ -385,22 +414,22 @@ def _linear_jvp(primals, tangents, **params):
     return _linear(x, w8, scale, **params), _linear(dx, w8, scale, **params)
 
 
-def _linear_batch(args, axes, *, is_lhs, in_axes):
-    (x, w8, scale), (axis, *of_rest) = args, axes
-    if axis is None:
-        sizes = (v.shape[i] for v, i in zip(args, axes, strict=True) if i is not None)
-        x, axis = jnp.broadcast_to(x, (next(sizes), *x.shape)), 0
-    x = jnp.moveaxis(x, axis, 0)
-    in_axes = (*in_axes, (0, *of_rest))
-    return _linear(x, w8, scale, is_lhs=is_lhs, in_axes=in_axes)
+def _linear_batch(args, axes, **params):
+    (x, *rest), (axis, *of_rest) = args, axes
+    bind = functools.partial(_linear, **params)
+    if of_rest == [None, None]:
+        return _of_examples(lambda x: bind(x, *rest), x, axis, params["is_lhs"])
+    pairs = [*zip(args, axes, strict=True)]
+    size = next(v.shape[i] for v, i in pairs if i is not None)
+    return bind(*(batching.bdim_at_front(v, i, size) for v, i in pairs))
 
 
-def _product_transpose(ct, aval, other, *, formats, operand):
+def _product_transpose(ct, aval, other, *, formats, dtype, operand):
     rounded = quantize(other, formats[1 - operand])
-    return _linear_transpose(ct, aval, *rounded, is_lhs=operand == 0, in_axes=())
+    return _linear_transpose(ct, aval, *rounded, is_lhs=operand == 0, dtype=dtype)
 
 
-# f32 `[*batch, m, n]` of `[*batch, m, k]` and `[*batch, n, k]`, any floating dtypes.
+# `[*batch, ga, m, gb, n]` of `[*batch, ga, m, k]` and `[*batch, gb, n, k]`.
 _product = new_primitives.new_primitive(
     PRIMITIVE,
     _product_impl,

@@ -28,6 +28,9 @@ _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 # States of what may withhold gradients from the optimiser inside of it.
 _WITHHOLD = optax.MultiStepsState, optax.ApplyIfFiniteState
 
+# What is given as a number is an f32 or i32 array after that.
+_Scalar = jax.Array | np.ndarray | np.number | float
+
 _REFILLS = ("scale_change", "growth", "finite_step")
 
 
@@ -77,7 +80,7 @@ class StaticLossScale(metaclass=compat.FlaxSerializable):
       0.5
     """
 
-    loss_scale: Any = dataclasses.field(metadata={"static": True})
+    loss_scale: _Scalar = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self):
         # A float is hashable, an array is not. A tracer has no value to convert.
@@ -196,19 +199,23 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
       (https://arxiv.org/abs/1710.03740); jmp; torch.amp.GradScaler.
     """
 
-    loss_scale: Any = 2.0**15
-    counter: Any = 0
-    period: Any = dataclasses.field(default=2000, metadata={"static": True})
-    factor: Any = dataclasses.field(default=2, metadata={"static": True})
-    min_loss_scale: Any = dataclasses.field(default=1.0, metadata={"static": True})
+    loss_scale: _Scalar = 2.0**15
+    counter: _Scalar = 0
+    period: int = dataclasses.field(default=2000, metadata={"static": True})
+    factor: float = dataclasses.field(default=2, metadata={"static": True})
+    min_loss_scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     _: dataclasses.KW_ONLY
-    backoff_factor: Any = dataclasses.field(default=None, metadata={"static": True})
-    max_loss_scale: Any = dataclasses.field(default=2.0**24, metadata={"static": True})
-    hysteresis: Any = dataclasses.field(default=1, metadata={"static": True})
+    backoff_factor: float | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
+    max_loss_scale: float = dataclasses.field(
+        default=2.0**24, metadata={"static": True}
+    )
+    hysteresis: int = dataclasses.field(default=1, metadata={"static": True})
     hysteresis_refill: str = dataclasses.field(
         default="scale_change", metadata={"static": True}
     )
-    bad_steps: Any = None
+    bad_steps: _Scalar | None = None
 
     def __post_init__(self):
         for name in ("loss_scale", "min_loss_scale"):
@@ -296,7 +303,8 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
         ceiling = min(self.max_loss_scale, _LARGEST)
         floor = max(self.min_loss_scale, _SMALLEST)
         grown = jnp.maximum(jnp.minimum(scale * self.factor, ceiling), scale)
-        lowered = jnp.minimum(jnp.maximum(scale * self.backoff_factor, floor), scale)
+        backoff = self.backoff_factor or 1 / self.factor
+        lowered = jnp.minimum(jnp.maximum(scale * backoff, floor), scale)
         scale = jnp.where(grow, grown, jnp.where(lower, lowered, scale))
         leaves = jax.tree.leaves([scale, jnp.where(grow, 0, counter), bad_steps])
         # Unflatten skips the constructor, whose checks would block on the device.
@@ -304,7 +312,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
 
     def _count_bad_steps(self, finite: jax.Array, grow: jax.Array) -> tuple[Any, Any]:
         """Return the next count of overflows, and whether the scale is lowered."""
-        if self.hysteresis == 1:
+        if self.bad_steps is None:  # the hysteresis is 1
             return None, ~finite
         counted = jnp.minimum(optax.safe_increment(self.bad_steps), self.hysteresis)
         lower = ~finite & (counted == self.hysteresis)

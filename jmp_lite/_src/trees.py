@@ -163,6 +163,19 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.stack(verdicts).all() if verdicts else jnp.array(True)
 
 
+def worst_number(tree: Any) -> jax.Array:
+    """Return 2 if a number in a tree is NaN, else 1 if one is inf, else 0: int8 `[]`.
+
+    It is one reduction of each array; see `all_finite`.
+    """
+    leaves = [with_value(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
+    kinds = [
+        jnp.isnan(x).astype(jnp.int8) + (~jnp.isfinite(x)).astype(jnp.int8)
+        for x in leaves
+    ]
+    return jnp.max(jnp.stack([jnp.int8(0), *map(jnp.max, filter(jnp.size, kinds))]))
+
+
 _FACTOR = 2.0**65  # of small numbers, and of large ones its inverse
 
 
@@ -331,7 +344,7 @@ def _select(pred: jax.Array, x: Any, y: Any, path: Any) -> Any:
         raise ValueError(
             f"select_tree got {x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)} "
             f"at {key_path(path)!r}; expected the same shape and dtype. To cast one "
-            "tree to the dtypes of the other, write jmp_lite.cast_like(new, old)."
+            "tree to the dtypes of the other, write jmp_lite.trees.cast_like(new, old)."
         )
     return jnp.where(pred, x, y)
 

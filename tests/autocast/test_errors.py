@@ -14,8 +14,9 @@ from flax import nnx
 from jax import lax
 from jax.experimental import pallas
 
-from jmp_lite import OpRules, PolicyMap, autocast, explain, full_precision
+from jmp_lite import PolicyMap, autocast, explain, full_precision, get_policy
 from jmp_lite.numerics import advise, dry_run, first_nonfinite, lint
+from jmp_lite.ops import OpRules
 
 W, X = weight(0, 8, 8), normal(1, 4, 8)
 BF16 = POLICIES["bf16"]
@@ -63,6 +64,19 @@ def test_rules_of_few_primitives_or_none_are_a_table_where_only_says_so() -> Non
         OpRules({"tanh": "float32"})
     low = autocast(product, BF16, rules=OpRules.only({}))
     assert "bf16" not in str(jax.make_jaxpr(low)(W, X))
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "bf16", "fp16", "half"])
+@pytest.mark.parametrize("call", [autocast, explain])
+def test_a_name_for_half_parameters_warns_and_is_spelled_out(call, name) -> None:
+    spelled = str(get_policy(name))
+    keras = f"mixed_{np.dtype(get_policy(name).compute_dtype).name}"
+    said = rf"{call.__name__} got .*'{name}'.*half param.*'{keras}'.*'{spelled}'"
+    with pytest.warns(UserWarning, match=said) as caught:
+        call(product, name)
+    assert caught[0].filename == __file__
+    for policy in (keras, spelled, get_policy(name)):  # no warning, an error in tests
+        call(product, policy)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from printed import printed
 
-from jmp_lite import autocast, explain, full_precision
+from jmp_lite import PolicyMap, autocast, explain, full_precision
 
 W, X = jnp.eye(8), jnp.ones((4, 8))
 in_both_halves = pytest.mark.parametrize("half", ["float16", "bfloat16"])
@@ -232,12 +232,14 @@ def nested(fun: Callable[[Any], Any], depth: int = DEPTH) -> Callable[[Any], Any
     return fun
 
 
-def test_what_is_called_twice_is_visited_once_and_counts_twice() -> None:
+@pytest.mark.parametrize("rules", [{}, {"layer": "mixed_bfloat16"}], ids=["", "rule"])
+def test_what_is_called_twice_is_visited_once_and_counts_twice(rules: Any) -> None:
     def layer(x):
         with jax.named_scope("layer"):
             return jnp.exp(repeated(3, x))
 
-    report = explain(nested(layer), "mixed_bfloat16")(X)
+    policy = PolicyMap("mixed_bfloat16", rules)
+    report = explain(nested(layer), policy)(X)
     calls = 2**DEPTH
     product, exp = (r for r in report.rows if r.primitive in ("dot_general", "exp"))
     assert (product.calls, product.times) == (calls, 3 * calls)
@@ -282,3 +284,11 @@ def test_what_a_function_returns_beside_arrays_is_not_explained():
 
     report = explain(f, "mixed_bfloat16")(jnp.ones((8, 8)))
     assert [row.primitive for row in report.rows] == ["dot_general"]
+
+
+def test_products_of_what_is_not_looked_into_are_no_half_ones():
+    def fun(w, x):
+        return jax.scipy.sparse.linalg.cg(lambda v: w @ v, w @ x)[0]
+
+    report = explain(fun, "mixed_bfloat16")(jnp.eye(8), jnp.ones(8))
+    assert 0 < report.half_flops_share < 0.5

@@ -14,10 +14,11 @@ from arrays import error, largest_error
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxprs import FP8_BACKWARD, FP8_FORWARD
+from jaxprs import FP8_BACKWARD, FP8_FORWARD, FP8_OF_WEIGHTS
 from layer_stacks import chain, layer, normal, scan
 
-from jmp_lite import OpRules, PolicyMap, autocast, explain
+from jmp_lite import PolicyMap, autocast, explain
+from jmp_lite.ops import OpRules
 
 pytestmark = pytest.mark.filterwarnings("ignore:Matrix products in fp8")
 
@@ -187,7 +188,7 @@ def test_a_derivative_rule_of_the_program_stays_in_bfloat16():
 
     grad = jax.grad(in_fp8(loss))
     found = jaxprs.dtypes_of_products(grad, WS, X)
-    assert found.count(FP8_FORWARD) == found.count(FP8_BACKWARD) == 1
+    assert found.count(FP8_FORWARD) == found.count(FP8_OF_WEIGHTS) == 1
     assert len(found) == 2 + 3
     assert error(jax.jit(grad)(WS, X), jax.grad(loss)(WS, X)) < BOUND
 
@@ -262,7 +263,8 @@ def test_sharded_weights_give_the_same_numbers():
     for of_w in (P("data", None), P(None, "model"), P("data", "model")):
         ws = [jax.device_put(w, NamedSharding(mesh, of_w)) for w in WS]
         found = step(ws, jax.device_put(X, NamedSharding(mesh, P("data"))))
-        assert largest_error(found, expected) < 1e-2  # bfloat16 between the products
+        # bfloat16 between the products, and sums over devices of bfloat16 results.
+        assert largest_error(found, expected) < 2e-2
 
 
 def test_a_mesh_alone_changes_no_product():

@@ -37,8 +37,9 @@ def test_products_with_f32_results_have_half_backward_passes(half: str) -> None:
         return jnp.sum(heads**2) + jnp.sum(images**2)
 
     params = {"dense": W, "conv": normal(2, 4, 4, 3)}
-    policy = PolicyMap(POLICIES[half], {"head": POLICIES[half]})
-    name, low = jnp.dtype(DTYPES[half]).name, autocast(fun, policy)
+    name = jnp.dtype(DTYPES[half]).name
+    policy = PolicyMap(f"p=f32,c={name},o={name}", {"head": f"p=f32,c={name},o=f32"})
+    low = autocast(fun, policy)
     forward = jaxprs.dtypes_of_products(low, params, X)
     assert forward == [(name, name, "float32")] * 2
     for grad in (jax.grad(low, (0, 1)), autocast(jax.grad(fun, (0, 1)), policy)):

@@ -158,8 +158,8 @@ def test_what_float32_alone_reads_is_looked_up_in_float32(name, half):
 
 
 def test_a_stream_that_stays_float32_begins_with_float32():
-    # In float16 without measurements, results of products that `norm` reads do.
-    fun = autocast(take, POLICIES["f16"])
+    # In the safe form, results of products that `norm` reads do.
+    fun = autocast(take, POLICIES["f16"], half_results=False)
     assert dtypes_of_lookups(fun, TABLE, WEIGHTS, IDS) == {"f32"}
 
 

@@ -74,6 +74,11 @@ ALL = (
     (step_overhead, f"--leaves 2 {TURNS}", "`lax.cond` by hand"),
     (storage_accuracy, TRAINING, "AdaFactor"),
     (train_step, f"--model mlp --dtype float16 {TURNS}", train_step.CPU_NOTE),
+    (
+        train_step,
+        f"--model transformer --width 64 --dtype bfloat16 {TURNS}",
+        "bfloat16 grad(autocast(f))",
+    ),
     (tree_stats, TURNS, "bare step"),
 )
 FAST = (checkpoint_save, memory, programs)

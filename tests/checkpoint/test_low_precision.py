@@ -13,8 +13,9 @@ import optax
 import pytest
 from checkpoints import over_devices, refusal, save_and_restore
 
-from jmp_lite import LowPrecisionArray, checkpoint, low_precision_state, scale_aware
+from jmp_lite import checkpoint, low_precision_state, scale_aware
 from jmp_lite._src.optimizers.low_precision_state import compress
+from jmp_lite.states import LowPrecisionArray
 
 # Optax promotes by itself: int32 counts to the power of a float.
 pytestmark = pytest.mark.standard_promotion
@@ -85,6 +86,7 @@ def test_one_inf_is_one_number_of_8_bits(tmp_path: Path) -> None:
     np.testing.assert_allclose(_numbers(restored.state), nu["w"], rtol=0.25)
 
 
+@pytest.mark.filterwarnings("ignore:low_precision_state stores all")
 def test_moments_of_a_pair_that_were_stored_in_8_bits_are_restored(tmp_path):
     # As earlier versions stored them. Today they are float32.
     tx: Any = low_precision_state(optax.rmsprop(0.1, centered=True), "8bit")

@@ -3,12 +3,13 @@
 import shutil
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import bitwise
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from checkpoints import names
 
@@ -30,7 +31,7 @@ def state(n: int) -> dict[str, Any]:
         },
         "zeros": jnp.zeros((40, 40)),
         "loss_scale": jmp.DynamicLossScale(2.0**n, n, hysteresis=2),
-        "moment": jmp.LowPrecisionArray(codes, scales),
+        "moment": jmp.states.LowPrecisionArray(codes, scales),
         "rng": jax.random.key(n),
         "keys": jax.random.split(jax.random.key(n, impl="rbg"), 2),
         **{"step": n, "lr": 0.5 * n, "flag": True, "name": f"run {n}"},
@@ -77,3 +78,34 @@ def test_a_run_of_0_2_0_that_was_killed_goes_on(folder: Path) -> None:
     assert bitwise.raw_bits(restored) == bitwise.raw_bits(state(5))
     checkpoint.save(folder, state(6), step=8)
     assert names(folder) == ["7", "8", "8.orbax-checkpoint-tmp"]
+
+
+class OfSingleCounters(NamedTuple):
+    """A `ScaleAwareState` as it was before its counters shared an array."""
+
+    inner_state: Any
+    loss_scale: Any
+    last_finite: jax.Array
+    skipped_steps: jax.Array
+    consecutive_skips: jax.Array
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"a": (x,)}, jax.device_get])
+def test_single_counters_of_scale_aware_are_restored(tmp_path: Path, wrap: Any) -> None:
+    params, tx = jnp.ones(2), jmp.scale_aware(optax.adam(1e-3))
+    new = tx.init(params)
+    saved = OfSingleCounters(
+        new.inner_state,
+        jmp.DynamicLossScale(8.0),
+        jnp.array(False),
+        jnp.int32(7),
+        jnp.int32(2),
+    )
+    checkpoint.save(tmp_path, wrap(saved), step=1)
+    restored = checkpoint.restore(tmp_path, wrap(new)).state
+    counters = new.counters.at[:2].set([7, 2])
+    expected = new._replace(loss_scale=saved.loss_scale, counters=counters)
+    bitwise.assert_same(restored, wrap(expected))
+    (state,) = jax.tree.leaves(restored, is_leaf=lambda x: hasattr(x, "counters"))
+    assert (int(state.skipped_steps), int(state.consecutive_skips)) == (7, 2)
+    assert not state.last_finite

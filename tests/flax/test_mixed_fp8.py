@@ -14,7 +14,7 @@ from arrays import error
 from flax import nnx
 from flax_inputs import explain, linear, normal, of_both, split, trace, with_policy
 from jax import lax
-from jaxprs import FP8_BACKWARD, FP8_FORWARD
+from jaxprs import FP8_BACKWARD, FP8_FORWARD, FP8_OF_WEIGHTS
 from linen_models import EACH_ITS_OWN
 from optimizers import over
 
@@ -189,8 +189,8 @@ def test_a_product_and_its_gradients_are_three_products_in_fp8(name):
     run, params = split(with_policy(flax.make(make), "mixed_fp8"), X)
     grad = jax.grad(lambda params, x: jnp.sum(run(params, x) ** 2), (0, 1))
     found = jaxprs.dtypes_of_products(grad, params, X)
-    assert set(found) == {FP8_FORWARD, FP8_BACKWARD}
-    assert found.count(FP8_BACKWARD) == 2 * layers
+    assert set(found) == {FP8_FORWARD, FP8_BACKWARD, FP8_OF_WEIGHTS}
+    assert found.count(FP8_BACKWARD) == found.count(FP8_OF_WEIGHTS) == layers
     assert layers <= found.count(FP8_FORWARD) <= forward
 
 
@@ -260,19 +260,20 @@ class Product(nn.Module):
         return x @ self.param("w", nn.initializers.ones, (x.shape[-1], SIZE))
 
 
-# A layer of linen, which is seen in a call; and one of nnx, which is seen before.
+_OWN = "not of a layer that takes a dot_general, or its author set that or a dtype"
+# A layer of linen, or of nnx by its settings.
 INELIGIBLE: dict[str, Any] = {
     "a dimension of 16, smaller than 256": (nn.Dense(SIZE), X[:16]),
     "a dimension of 264, no multiple of 16": (nn.Dense(264), X),
     "a convolution": (nn.Conv(SIZE, (3,)), X[None]),
     "computed in float32": (nn.Dense(SIZE, dtype=jnp.float32, name="a"), X),
     "a precision that the model chose": (nn.Dense(SIZE, precision="highest"), X),
-    "not of a layer that takes a dot_general": (Product(), X),
-    "Linear a dimension of 16, smaller than 256": ({"out_features": 16}, X),
-    "Linear a dimension of 264, no multiple of 16": ({"out_features": 264}, X),
-    "Linear with a dot_general": ({"dot_general": own}, X),
-    "Linear with a dtype of its author": ({"dtype": jnp.bfloat16}, X),
-    "Conv without a dot_general": ({"kernel_size": (3,)}, X[None]),
+    _OWN: (Product(), X),
+    "nnx: a dimension of 16, smaller than 256": ({"out_features": 16}, X),
+    "nnx: a dimension of 264, no multiple of 16": ({"out_features": 264}, X),
+    f"nnx: {_OWN}": ({"dot_general": own}, X),
+    f"nnx, dtype: {_OWN}": ({"dtype": jnp.bfloat16}, X),
+    "nnx: a convolution": ({"kernel_size": (3,)}, X[None]),
 }
 
 
@@ -314,7 +315,7 @@ def test_a_model_without_products_in_fp8_warns_and_is_in_bfloat16(reason):
     with pytest.warns(UserWarning, match=match) as caught:
         found, expected = in_fp8_and_in_half(variables, x)
     (warning,) = caught
-    assert f"1 × {reason}" in str(warning.message)
+    assert f"1 × {reason.rpartition(': ')[2]}" in str(warning.message)
     assert warning.filename == __file__
     bitwise.assert_same(found, expected)
 

@@ -89,7 +89,8 @@ def test_after_an_overflow_the_running_variance_is_what_it_was(flax):
 
 INNER: dict[str, Any] = {
     "adamw": lambda: optax.adamw(schedule()),
-    "chain": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, 0.9)),
+    # A norm is a sum, whose order depends on what XLA fuses around it.
+    "chain": lambda: optax.chain(optax.clip(0.1), optax.sgd(0.1, 0.9)),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.1), 2),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.sgd)(schedule()),
 }
@@ -159,6 +160,7 @@ def test_a_skipped_step_leaves_every_bit_but_those_of_the_loss_scale(flax, name)
                 "last_finite": False,
                 "skipped_steps": 1,
                 "consecutive_skips": 1,
+                "nonfinite_losses": int(cause != "gradients"),
             }
             after = flax.apply(skipped, *FINITE)
             assert int(after.opt_state.consecutive_skips) == 0

@@ -26,15 +26,33 @@ def make_nothing():
 
 def make_wrong():
     return step, (3,)
+
+def make_with_data():
+    from my_data import SIZE
+    def step(x):
+        from my_data import again
+        return x
+    return step, (jnp.ones(SIZE),)
+
+def make_error():
+    raise ValueError("my own error")
+
+def make_shapes():
+    return (lambda w, x: w @ x), (jnp.ones((3, 4)), jnp.ones((3, 4)))
+
+def make_lost():
+    import no_such_library
 """
 
 
 @pytest.fixture(autouse=True)
 def module(tmp_path, monkeypatch):
     (tmp_path / "my_model.py").write_text(MODULE, encoding="utf-8")
+    (tmp_path / "my_data.py").write_text("SIZE = again = 3", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     yield
-    sys.modules.pop("my_model", None)
+    for name in ("my_model", "my_data"):
+        sys.modules.pop(name, None)
 
 
 def test_a_step_is_loaded_from_this_folder_and_measured(capfd):
@@ -45,7 +63,7 @@ def test_a_step_is_loaded_from_this_folder_and_measured(capfd):
     assert err == "" and sys.path == path
 
 
-@pytest.mark.parametrize(("limit", "status"), [("1GB", 0), ("0.1MB", 3)])
+@pytest.mark.parametrize(("limit", "status"), [("1gb", 0), ("1kB", 3)])
 def test_the_exit_status_says_whether_it_fits(limit, status, capfd):
     args = ["memory", "my_model:make_step", "--device", "cpu", "--fits", limit]
     assert main(args) == status
@@ -62,28 +80,48 @@ def test_json_and_every_row(capfd):
     assert "argument" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("has_rich", [True, False])
-def test_progress_is_shown_on_a_terminal(has_rich, capsys, monkeypatch):
+def test_progress_is_shown_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    if not has_rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(["memory", "my_model:make_step", "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("peak: ") and "compiling for cpu" in err
-    erase_line = "\x1b[2K"
-    assert err.endswith(erase_line if has_rich else " ...\n")
+    assert out.startswith("peak: ")
+    assert err == "tracing my_model:make_step ...\ncompiling for cpu ...\n"
+
+
+def test_modules_beside_that_of_the_step_are_found_while_it_runs(capfd):
+    path = list(sys.path)
+    assert main(["memory", "my_model:make_with_data"]) == 0
+    assert capfd.readouterr().out.startswith("peak: ") and sys.path == path
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("make_error", ValueError, "^my own error$"),
+        ("make_shapes", TypeError, "dot_general requires contracting"),
+        ("make_lost", ModuleNotFoundError, "no_such_library"),
+    ],
+)
+def test_what_a_program_raises_keeps_its_type_file_and_line(name, error, message):
+    path = list(sys.path)
+    with pytest.raises(error, match=message) as caught:
+        main(["memory", f"my_model:{name}"])
+    assert any("my_model.py" in str(entry.path) for entry in caught.traceback)
+    assert sys.path == path
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["my_model"], "Expected package.module:function, got 'my_model'"),
+        (["my_model"], "got 'my_model': write my_model:make_step."),
+        (["my_model.py:f"], "got 'my_model.py:f': write my_model:f."),
+        (["../my_model:f"], "write my_model:f, in the folder '..'."),
         (["no_model:make_step"], "There is no module 'no_model' here"),
         (["my_model:make"], "my_model has no function 'make'"),
         (["my_model:make_nothing"], "returns a step and a tuple of its arguments, got"),
         (["my_model:make_wrong"], "missing a required argument: 'x'"),
         (["my_model:make_step", "--fits", "24"], "a limit with its unit"),
+        (["my_model:make_step", "--donate", "7"], "has 7, and step is given 2 arg"),
     ],
 )
 def test_mistakes_are_one_line_and_status_1(args, message, capsys):

@@ -65,10 +65,14 @@ def test_the_least_memory_is_first_and_each_row_is_that_of_the_step():
 
 
 def test_a_row_is_beaten_by_what_needs_less_and_moves_no_more():
-    report = compared().rows[0].report
+    row = compared().rows[0]
     figures = {"a": (1, 5), "b": (2, 3), "c": (3, 5), "d": (3, 2)}
     rows = [
-        memory.Compared(name, dataclasses.replace(report, peak=peak, traffic=traffic))
+        dataclasses.replace(
+            row,
+            name=name,
+            report=dataclasses.replace(row.report, peak=peak, traffic=traffic),
+        )
         for name, (peak, traffic) in figures.items()
     ]
     found = memory.Comparison(tuple(rows))

@@ -164,7 +164,7 @@ def test_products_are_counted_by_what_they_read_and_not_by_what_was_cast():
 def test_a_collective_in_pieces_is_counted_once():
     # As a TPU's compiler writes one that goes on beside other work.
     gather = "f16[16]{0} all-gather(%y), channel_id=1, dimensions={0}"
-    pieces = f"%1 () -> f16[16] {{\n  %g = {gather}\n}}\n"
+    pieces = f"%1 () -> f16[16] {{\n  ROOT %g = {gather}\n}}\n"
     pieces += pieces.replace("%1", "%2")
     fusion = "f16[16]{0} fusion(%y), kind=kCustom, calls="
     entry = f"  %a = {fusion}%1\n  %b = {fusion}%2\n  %c = {gather}\n"
@@ -278,6 +278,10 @@ body=%body, backend_config={"known_trip_count":{"n":"16"}}
 
 
 def test_what_a_loop_does_counts_by_its_trips_and_slices_as_slices():
+    twice = LOOP.replace("to_apply=%add\n", "channel_id=1, to_apply=%add\n")
+    other = "  %other = f32[1,8]{1,0} all-reduce(%x), channel_id=1\n  %more"
+    twice = twice.replace("  %more", other)
+    assert hlo.count(twice).collective_calls == {"all-reduce": 32}
     counts = hlo.count(LOOP)
     row = 8 * 4
     assert counts.kernels == 16 * 2

@@ -140,7 +140,7 @@ def norm(x):
     ("fun", "operation", "hint"),
     [
         (softmax_by_hand, "exp", "of a softmax"),
-        (norm, "sub", "of a norm"),
+        (norm, "sub", "elementwise: save_products computes it again"),
         (lambda x: jnp.where(x > 0, x * x, x).sum(), "gt", "a mask"),
         (lambda x: jnp.sin(jnp.cos(x)).sum(), "cos", "elementwise"),
         (lambda x: (x.max(-1) * x.min(-1)).sum(), "reduce_max", ""),
@@ -166,7 +166,7 @@ precise = functools.partial(jnp.dot, precision="highest")
 @pytest.mark.parametrize(
     ("fun", "hint"),
     [
-        (norm, "of a norm: save_products computes it again"),
+        (norm, "elementwise: save_products computes it again"),
         (lambda x: jnp.sin(x).sum(), "elementwise: save_products computes it again"),
         (lambda x: precise(precise(x, x.T), x), "a product in float32"),
     ],
@@ -186,11 +186,20 @@ def test_the_face_has_equal_rows_once_and_every_row_on_demand():
     assert memory.SavedReport.from_json(report.to_json()) == report
 
 
+def test_a_policy_is_that_of_autocast():
+    autocast, *args = PROGRAMS["autocast"]
+    report = memory.saved(gpt, "mixed_bfloat16")(*args)
+    assert report.by_dtype == memory.saved(autocast)(*args).by_dtype
+    assert not any("autocast" in row.hint for row in report.rows)
+
+
 def test_mistakes_are_named_at_the_call():
     with pytest.raises(TypeError, match="saved expects a function, got 3"):
         memory.saved(3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="saved expects at most 1 argument"):
+    with pytest.raises(TypeError, match=r"write saved\(f, policy\)\(\*args\)"):
         memory.saved(gpt, PARAMS, TOKENS)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ValueError, match="Unknown dtype 'bf17'"):
+        memory.saved(gpt, "bf17")
     with pytest.raises(TypeError, match="tokens"):
         memory.saved(gpt)(PARAMS)  # pyright: ignore[reportCallIssue]
 

@@ -99,7 +99,7 @@ def patterns(advice: Advice) -> list[str]:
     [
         (
             overflowing,
-            r"lhs of dot_general at .* beyond 6.55e\+04, in",
+            r"dot_general at .* beyond 6.55e\+04, in",
             "mixed_float16",
         ),
         (cancelling, "sub at .* has an error of", "mixed_bfloat16"),
@@ -250,19 +250,6 @@ def test_what_is_in_no_layer_is_left_and_said_with_what_else_can_be_done():
     assert f"# {advice.reasons[-1]}\n" in str(advice)
 
 
-def test_a_fault_that_is_left_costs_other_layers_no_half_results() -> None:
-    def loss(w, x):
-        with jax.named_scope("fine"):
-            x = jnp.tanh(x @ w) @ w
-        with jax.named_scope("last"):
-            x = x @ w
-        return jnp.mean(jnp.square(1e4 * x) @ jnp.abs(w)) * 1e-8
-
-    advice = advise(loss, "mixed_float16")(jnp.eye(4), jnp.ones((2, 4)))
-    assert {row.layer for row in advice.left} == {""}
-    assert "last" in {x for x, reason in advice.half_results if not reason}
-
-
 def test_the_code_gives_what_is_advised():
     for loss_fn, policy in (
         (overflowing, "mixed_float16"),
@@ -285,8 +272,8 @@ def test_the_loss_scale_lifts_gradients_and_leaves_room(factor):
         return factor * clean(params, x, y)
 
     advice = advise(loss, "mixed_float16")(PARAMS, X, Y)
-    scale = advice.loss_scale.loss_scale
-    assert np.log2(scale) == round(np.log2(scale))
+    scale = float(advice.loss_scale.loss_scale)
+    assert np.log2(scale) == round(float(np.log2(scale)))
     fun = jmp.autocast(loss, advice.policy)
 
     def grads(scale):

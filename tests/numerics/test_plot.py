@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
+from numpy_stats import EXPONENTS
 
 from jmp_lite._src.numerics import plot
 from jmp_lite._src.numerics.plot import plot_heat_map, plot_histograms
-from jmp_lite.numerics import EXPONENTS, TreeStats, tree_stats, value_stats
+from jmp_lite.numerics import TreeStats, tree_stats, value_stats
 
 RNG = np.random.default_rng(0)
 NUMBERS = {

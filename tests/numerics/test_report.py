@@ -7,10 +7,11 @@ import math
 
 import pytest
 from matplotlib.figure import Figure
+from numpy_stats import EXPONENTS
 from printed import printed
 
 from jmp_lite._src.numerics.faults import find_faults
-from jmp_lite.numerics import EXPONENTS, DryRunReport, OpStats
+from jmp_lite.numerics import DryRunReport, OpStats
 
 HISTOGRAM = tuple(2 if e == 3 else 1 if e == -30 else 0 for e in EXPONENTS)
 ROW = OpStats(

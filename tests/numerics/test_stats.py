@@ -18,9 +18,10 @@ from printed import printed
 
 from jmp_lite import numerics
 from jmp_lite._src.numerics import stats
-from jmp_lite.numerics import TreeStats, ValueStats, merge
+from jmp_lite._src.numerics.stats import merge
+from jmp_lite.numerics import TreeStats, ValueStats
 
-empty = functools.partial(numerics.empty, histogram=True)
+empty = functools.partial(stats.empty, histogram=True)
 tree_stats = functools.partial(numerics.tree_stats, histogram=True)
 value_stats = functools.partial(numerics.value_stats, histogram=True)
 
@@ -176,7 +177,7 @@ def test_nothing_without_a_histogram_makes_one():
     without = numerics.value_stats(x, "f16")
     assert without.histogram is None
     assert merge(without, value_stats(x, "f16")).histogram is None
-    assert merge(without, numerics.empty()) == without
+    assert merge(without, stats.empty()) == without
 
 
 def test_subnormal_extremes_survive_merging():

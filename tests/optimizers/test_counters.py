@@ -10,11 +10,11 @@ from train_states import FINITE, Linen, Nnx
 
 from jmp_lite import (
     DynamicLossScale,
-    TooManySkippedStepsError,
     check_skipped_steps,
     low_precision_state,
     scale_aware,
 )
+from jmp_lite.states import TooManySkippedStepsError
 
 LARGEST = 2**31 - 1
 FULL = jnp.int32(LARGEST)
@@ -24,7 +24,7 @@ FULL = jnp.int32(LARGEST)
 def test_skipped_steps_are_counted_up_to_the_largest_number(wrap):
     tx: Any = scale_aware(wrap(optax.sgd(0.1)))
     state = tx.init(jnp.ones(2))
-    state = state._replace(skipped_steps=FULL, consecutive_skips=FULL)
+    state = state._replace(counters=jnp.full_like(state.counters, LARGEST))
     _, state = jax.jit(tx.update)(jnp.full(2, jnp.inf), state)
     assert int(state.skipped_steps) == int(state.consecutive_skips) == LARGEST
     with pytest.raises(TooManySkippedStepsError, match=f"last {LARGEST} steps were"):

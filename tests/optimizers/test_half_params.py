@@ -29,7 +29,6 @@ from optimizers import (
 )
 
 import jmp_lite as jmp
-from jmp_lite._src import trees
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
 pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("wrap")]
@@ -91,7 +90,7 @@ def _params(wrap: Any) -> Any:
 
 def _assert_masters_lead(params: Any, state: Any) -> None:
     by_path = dict(jax.tree_util.tree_leaves_with_path(params))
-    for _, found in trees.find(state, jmp.MasterWeightsState):
+    for found in optimizers.nodes(state, jmp.states.MasterWeightsState).values():
         for path, m in jax.tree_util.tree_leaves_with_path(found.masters):
             np.testing.assert_array_equal(by_path[path], m.astype(by_path[path].dtype))
 
@@ -123,13 +122,15 @@ def test_a_skipped_step_leaves_every_bit_in_any_composition(name, wrap):
         if bad is None:
             continue
         old, new = map(without_scale, (before, (params, state)))
-        if isinstance(state, jmp.StochasticRoundingState):
+        if isinstance(state, jmp.states.StochasticRoundingState):
             # It splits its key before scale_aware, inside of it, sees the gradients.
             assert bitwise.raw_bits(old[1].key) != bitwise.raw_bits(new[1].key)
             old, new = (old[0], old[1].inner_state), (new[0], new[1].inner_state)
         bitwise.assert_same(old, new)
     assert trainer.traces == 1
-    assert bool(trees.find(state, jmp.MasterRemaindersState)) == (wrap is in_remainders)
+    assert bool(optimizers.nodes(state, jmp.states.MasterRemaindersState)) == (
+        wrap is in_remainders
+    )
     assert int(jmp.loss_scale_metrics(state)["skipped_steps"]) == 2
     for x, y in zip(*map(jax.tree.leaves, (params, first)), strict=True):
         assert (np.asarray(x) != np.asarray(y)).any()
@@ -223,8 +224,8 @@ def test_sharded_parameters_have_sharded_masters_and_step_as_whole_ones(order, s
     params, grads = jax.device_put((params, grads), optimizers.cut("data"))
     stepped, state = trainer.run(params, [grads])
 
-    kinds = jmp.MasterWeightsState, jmp.MasterRemaindersState
-    kept = [stored for _, (_, stored) in trees.find(state, kinds)]
+    kinds = jmp.states.MasterWeightsState, jmp.states.MasterRemaindersState
+    kept = [stored for _, stored in optimizers.nodes(state, kinds).values()]
     optimizers.assert_sharded((stepped, kept), optimizers.cut("data"))
     # The norm that clips is summed in another order.
     for x, y in zip(*map(jax.tree.leaves, (stepped, expected)), strict=True):
@@ -274,7 +275,7 @@ _CALLS: dict[str, Any] = {
 @in_halves
 @pytest.mark.parametrize("how", _CALLS)
 def test_half_parameters_whose_small_updates_are_lost_warn_at_init(how, dtype):
-    params, name = jmp.cast_floating(TREE, dtype), jnp.dtype(dtype).name
+    params, name = jmp.trees.cast_floating(TREE, dtype), jnp.dtype(dtype).name
     some = params | {"b": TREE["b"]}
     for tree, start in (
         (params, "2 of 2 parameters are stored in half precision (params['b'][0]"),
@@ -293,7 +294,7 @@ def test_a_step_that_updates_what_it_has_cast_is_warned_of():
     tx = jmp.scale_aware(optax.adam(1e-3))
 
     def step(params, state):
-        params = jmp.cast_floating(params, jnp.bfloat16)  # and returns them
+        params = jmp.trees.cast_floating(params, jnp.bfloat16)  # and returns them
         updates, state = tx.update(params, state, params)
         return apply_updates(params, updates), state
 
@@ -310,13 +311,13 @@ def test_half_parameters_that_may_be_frozen_do_not_warn():
     frozen = {**TREE, "b": [jnp.ones(2, jnp.bfloat16)]}
     tx.init(frozen)
     with pytest.warns(UserWarning, match=LOST):  # those that are trained are half too
-        tx.init(jmp.cast_floating(frozen, jnp.bfloat16))
+        tx.init(jmp.trees.cast_floating(frozen, jnp.bfloat16))
 
 
 @in_compositions
 @with_wrappers
 def test_half_parameters_that_keep_small_updates_do_not_warn(name, wrap):
-    params = jmp.cast_floating({**TREE, "b": [jnp.ones(2)] * 2}, jnp.bfloat16)
+    params = jmp.trees.cast_floating({**TREE, "b": [jnp.ones(2)] * 2}, jnp.bfloat16)
     COMPOSITIONS[name](wrap).init(params)
     jmp.low_precision_state(COMPOSITIONS[name](wrap)).init(params)
 

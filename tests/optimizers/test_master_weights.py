@@ -53,7 +53,7 @@ def test_it_trains_as_mixed_precision_with_float32_parameters_does(dtype):
     first = {"kernel": kernel, "bias": jnp.zeros(6, dtype), "scale": jnp.ones(6)}
 
     def loss(params, x, y):
-        params = jmp_lite.cast_floating(params, dtype)
+        params = jmp_lite.trees.cast_floating(params, dtype)
         h = x.astype(dtype) @ params["kernel"] + params["bias"]
         h = (h * params["scale"]).astype(jnp.float32)
         return jnp.mean((h - y) ** 2)
@@ -76,7 +76,7 @@ def test_it_trains_as_mixed_precision_with_float32_parameters_does(dtype):
     def scaled(inner: Any) -> Any:
         return scale_aware(inner, jmp_lite.DynamicLossScale(2.0**8, period=5))
 
-    plain = jmp_lite.cast_floating(first, jnp.float32)
+    plain = jmp_lite.trees.cast_floating(first, jnp.float32)
     expected, mixed, values = train(scaled(recipe), plain)
     assert values[-1] < 0.95 * values[0]
     assert int(mixed.skipped_steps) == 1
@@ -88,7 +88,7 @@ def test_it_trains_as_mixed_precision_with_float32_parameters_does(dtype):
     for masters in (inside.inner_state.masters, around.masters):
         bitwise.assert_same(masters, expected)
     for params in (inside_params, around_params):
-        bitwise.assert_same(params, jmp_lite.cast_like(expected, first))
+        bitwise.assert_same(params, jmp_lite.trees.cast_like(expected, first))
 
 
 # After every step the parameters are the masters' cast.
@@ -190,6 +190,7 @@ _ALL_ORDERS["inside a chain"] = lambda wrap, inner, scale: scale_aware(
 _SCALE = StaticLossScale(1.0)
 
 
+@pytest.mark.filterwarnings("ignore:low_precision_state stores all")
 @pytest.mark.one_of("dtype")
 @in_halves
 @pytest.mark.parametrize("order", _ALL_ORDERS)
@@ -231,7 +232,7 @@ def test_only_what_is_set_leaves_its_master(dtype):
 
 
 def _masters_of(state: Any) -> Any:
-    ((_, found),) = trees.find(state, jmp_lite.MasterWeightsState)
+    ((_, found),) = trees.find(state, jmp_lite.states.MasterWeightsState)
     return found.masters
 
 

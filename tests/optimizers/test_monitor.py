@@ -14,12 +14,12 @@ from jmp_lite import (
     DynamicLossScale,
     NoOpLossScale,
     StaticLossScale,
-    TooManySkippedStepsError,
     check_skipped_steps,
     get_loss_scale,
     loss_scale_metrics,
     scale_aware,
 )
+from jmp_lite.states import TooManySkippedStepsError
 
 
 def _state_after(grads, loss_scale=None):
@@ -43,6 +43,7 @@ def test_metrics_are_scalars_with_written_dtypes(loss_scale, scale):
         "last_finite": ("bool", (), False),
         "skipped_steps": ("int32", (), 1),
         "consecutive_skips": ("int32", (), 1),
+        "nonfinite_losses": ("int32", (), 0 if loss_scale is None else 1),
     }
 
 
@@ -54,7 +55,7 @@ def test_metrics_on_the_host_are_numbers_after_one_transfer(monkeypatch):
     )
     numbers = loss_scale_metrics(state, host=True)
     assert numbers == {name: x.item() for name, x in loss_scale_metrics(state).items()}
-    assert [type(x) for x in numbers.values()] == [float, bool, int, int]
+    assert [type(x) for x in numbers.values()] == [float, bool, int, int, int]
     assert len(transfers) == 1
     json.dumps(numbers)
 
@@ -124,7 +125,7 @@ def test_several_states_are_told_apart_by_their_path():
     numbers = loss_scale_metrics(states, host=True)
     assert numbers["generator/loss_scale"] == numbers["critic/0/loss_scale"] == 4.0
     assert numbers["critic/0/skipped_steps"] == 1
-    assert len(numbers) == 8
+    assert len(numbers) == 10
     message = "The last 1 steps of 'critic/0' were"
     with pytest.raises(TooManySkippedStepsError, match=message):
         check_skipped_steps(states, max_consecutive_skips=1)
@@ -157,7 +158,7 @@ def test_metrics_of_an_ensemble_have_its_axis():
     ],
 )
 def test_a_collapse_says_the_scale_its_floor_and_where_to_look(loss_scale, scale):
-    state = _state_after([jnp.nan] * 4, loss_scale)
+    state = _state_after([jnp.inf] * 4, loss_scale)
     expected = (
         "^The last 4 steps were skipped: their gradients or loss were not finite. "
         f"The loss scale is {scale}. Possible causes: NaN or inf in the data, "
@@ -178,7 +179,45 @@ def test_what_is_found_to_be_the_cause_is_said():
     asked = []
     check_skipped_steps(state, find_cause=lambda: asked.append(True))
     assert asked == []
-    stuck = state._replace(consecutive_skips=jnp.int32(50))
+    stuck = state._replace(counters=jnp.array([50, 50, 0, 0]))
     for cause, text in (("x @ w overflowed.", r"x @ w overf.*\.$"), (None, "Possible")):
         with pytest.raises(TooManySkippedStepsError, match=text):
             check_skipped_steps(stuck, find_cause=lambda cause=cause: cause)
+
+
+def test_a_loss_that_is_not_finite_is_told_as_such():
+    tx: Any = scale_aware(optax.sgd(0.1), DynamicLossScale(8.0))
+    update = jax.jit(lambda state, grad, value: tx.update(grad, state, value=value)[1])
+    bad, good = (jnp.full(2, jnp.nan), jnp.nan), (jnp.ones(2), 1.0)
+    state = update(update(tx.init(jnp.ones(2)), *good), *bad)
+    assert loss_scale_metrics(state, host=True) == {
+        **{"loss_scale": 8.0, "last_finite": False, "skipped_steps": 1},
+        **{"consecutive_skips": 1, "nonfinite_losses": 1},
+    }
+    said = (
+        r"The loss itself was not finite in the last {}: a batch, or a forward pass.*"
+    )
+    said += r"first_nonfinite.* names the layer, and .*advise.* returns a policy\.$"
+    for steps in ("step", "2 steps"):
+        with pytest.warns(UserWarning, match=said.format(steps)):
+            check_skipped_steps(state)
+        state = update(state, *bad)
+    with pytest.raises(
+        TooManySkippedStepsError, match="not finite in 3 of them: a batch"
+    ):
+        check_skipped_steps(state, max_consecutive_skips=3)
+    state = update(state, *good)
+    check_skipped_steps(state)
+    assert state.nonfinite_losses == 3 and state.consecutive_nonfinite_losses == 0
+
+
+def test_without_a_value_nan_at_the_least_scale_is_a_loss_that_is_not_finite():
+    scale = DynamicLossScale(4.0, min_loss_scale=1.0)
+    grads = [jnp.nan, jnp.nan, jnp.nan, jnp.inf, jnp.nan]
+    state = _state_after(grads, scale)  # of scales 4, 2, 1, 1, 1
+    assert state.loss_scale.loss_scale == 1.0
+    assert state.nonfinite_losses == state.consecutive_nonfinite_losses == 2
+    with pytest.raises(
+        TooManySkippedStepsError, match="not finite in 2 of them: a batch"
+    ):
+        check_skipped_steps(state, max_consecutive_skips=5)

@@ -294,7 +294,7 @@ def test_the_state_of_another_storage_is_an_error():
 def test_parameters_that_were_cast_after_init_are_an_error(before, after, order):
     tx: Any = ORDERS[order](in_remainders, optax.sgd(1.0))
     params = {"a": jnp.ones(2, before)}
-    state, params = tx.init(params), jmp_lite.cast_floating(params, after)
+    state, params = tx.init(params), jmp_lite.trees.cast_floating(params, after)
     text = f"the parameter 'a' is {after}, and was another dtype in `init`"
     with pytest.raises(ValueError, match=re.escape(text)):
         tx.update(params, state, params)

@@ -120,13 +120,13 @@ def test_the_counters_follow_the_steps():
         rows.append([x.item() for x in jmp_lite.loss_scale_metrics(state).values()])
 
     assert rows == [
-        # loss_scale, last_finite, skipped_steps, consecutive_skips
-        [8.0, True, 0, 0],
-        [16.0, True, 0, 0],
-        [8.0, False, 1, 1],
-        [4.0, False, 2, 2],
-        [4.0, True, 2, 0],
-        [2.0, False, 3, 1],
+        # loss_scale, last_finite, skipped_steps, consecutive_skips, nonfinite_losses
+        [8.0, True, 0, 0, 0],
+        [16.0, True, 0, 0, 0],
+        [8.0, False, 1, 1, 0],
+        [4.0, False, 2, 2, 0],
+        [4.0, True, 2, 0, 0],
+        [2.0, False, 3, 1, 0],
     ]
 
 
@@ -272,7 +272,7 @@ def test_a_step_neither_branches_nor_calls_the_host():
     allowed = set(
         "jit convert_element_type copy broadcast_in_dim reshape stack concatenate "
         "squeeze add sub mul div neg abs integer_pow square sqrt pow max min lt le ge "
-        "eq ne and or not is_finite reduce_and reduce_min select_n".split()
+        "eq ne and or not is_finite reduce_and reduce_min reduce_max select_n".split()
     )
     primitives = {eqn.primitive.name for eqn in jaxprs.equations(traced.jaxpr.jaxpr)}
     assert primitives <= allowed

@@ -274,6 +274,7 @@ def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: (x.shape, str(x.dtype), x.weak_type), tree)
 
 
+@pytest.mark.filterwarnings("ignore:low_precision_state stores all")
 @pytest.mark.one_of("wrap")
 @pytest.mark.parametrize("wrap", WRAPPERS)
 @pytest.mark.parametrize("name", INNERS)
@@ -295,6 +296,7 @@ def test_every_transformation_takes_steps_of_half_parameters(name, wrap):
     assert _shapes(after) == _shapes(state)
 
 
+@pytest.mark.filterwarnings("ignore:low_precision_state stores all")
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_schedule_free_finds_its_state_to_evaluate_wherever_it_is(wrap):
     """`docs/faq.md` says how."""

@@ -73,7 +73,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert information == {f"{INFO}/{name}" for name in held}
     package = ROOT / "jmp_lite"
     sources = {str(p.relative_to(ROOT)) for p in package.rglob("*.py")}
-    assert set(names) - information == {*sources, "jmp_lite/py.typed"}
+    data = {"jmp_lite/py.typed", "jmp_lite/_src/memory/devices.toml"}
+    assert set(names) - information == sources | data
     commands = wheel.read(f"{INFO}/entry_points.txt").decode()
     assert commands == "[console_scripts]\njmp-lite = jmp_lite.__main__:main\n"
 

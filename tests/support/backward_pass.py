@@ -54,6 +54,7 @@ def check_recomputed(
     most: float,
     scale: float = 1024.0,
     exact: tuple[np.ndarray, ...] | None = None,
+    half_results: bool = True,
 ) -> list[Any]:
     """Check that what is computed again makes gradients hardly worse.
 
@@ -64,6 +65,7 @@ def check_recomputed(
       most: how often their error may be the one without `recompute`.
       scale: of the loss.
       exact: their gradients, if known.
+      half_results: as for `autocast`.
 
     Returns:
       The values of the loss, with what is computed again and without.
@@ -75,7 +77,7 @@ def check_recomputed(
 
     values, errors = [], []
     for recompute in (True, False):
-        low = autocast(scaled, policy, recompute=recompute)
+        low = autocast(scaled, policy, half_results=half_results, recompute=recompute)
         value, grads = gradients(low, *args)
         values.append(value / scale)
         errors.append([error(g / scale, e) for g, e in zip(grads, exact, strict=True)])

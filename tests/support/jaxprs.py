@@ -14,8 +14,10 @@ from jmp_lite._src.autocast.products import HALF_PRODUCT, SOFTMAX, is_outer
 PRODUCTS = "dot_general conv_general_dilated ragged_dot ragged_dot_general".split()
 _SUMS = "reduce_sum cumsum reduce_window_sum scatter-add select_and_scatter_add".split()
 # A product in fp8 and those of its gradients: the dtypes of operands and result.
-FP8_FORWARD = ("float8_e4m3fn", "float8_e4m3fn", "float32")
-FP8_BACKWARD = ("float8_e5m2", "float8_e4m3fn", "float32")
+# In fp8: forward, and for the gradients of activations and of float32 weights.
+FP8_FORWARD = ("float8_e4m3fn", "float8_e4m3fn", "bfloat16")
+FP8_BACKWARD = ("float8_e5m2", "float8_e4m3fn", "bfloat16")
+FP8_OF_WEIGHTS = ("float8_e5m2", "float8_e4m3fn", "float32")
 HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 
 
@@ -126,7 +128,7 @@ def dtypes_of_products(fun: Any, *args: Any) -> list[tuple[str, ...]]:
 
 
 def _run(jaxpr: Any) -> list[Any]:
-    """Return the equations that run: what `differentiate_as` differentiates does not."""
+    """Return the equations that run, without what `differentiate_as` differentiates."""
     needed = {v for v in jaxpr.outvars if not compat.is_literal(v)}
     found = []
     for eqn in reversed(jaxpr.eqns):

@@ -303,6 +303,12 @@ def channels(x, w):
     return jnp.sum(y.astype(F32))
 
 
+@in_float16(f16(16, 8, 4, 4), f16(16, 8, 3, 3))
+def convolution_with_a_float32_result(x, w):
+    conv = functools.partial(lax.conv_general_dilated, preferred_element_type=F32)
+    return conv(x, w, (1, 1), "SAME").sum()  # hazard: float32-convolution
+
+
 @in_float16(f32(8, 8), f32(8, 8))
 def product_in_a_custom_derivative(x, w):
     @jax.custom_vjp

@@ -13,9 +13,6 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jmp_lite import (
-    MasterRemaindersState,
-    MasterWeightsState,
-    ScaleAwareState,
     StaticLossScale,
     low_precision_state,
     master_weights,
@@ -24,6 +21,7 @@ from jmp_lite import (
 )
 from jmp_lite._src import trees
 from jmp_lite._src.optimizers import remainder
+from jmp_lite.states import MasterRemaindersState, MasterWeightsState, ScaleAwareState
 
 apply_updates: Any = optax.apply_updates  # typed for a tree that may be anything
 
@@ -149,6 +147,18 @@ cut = checkpoints.over_devices
 def assert_sharded(tree: Any, sharding: NamedSharding) -> None:
     for leaf in jax.tree.leaves(tree):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def nodes(tree: Any, kinds: Any) -> dict[str, Any]:
+    """Return the nodes of these types in a tree, by their key paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: isinstance(x, kinds)
+    )
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): x
+        for path, x in leaves
+        if isinstance(x, kinds)
+    }
 
 
 def without_scale(state: Any) -> Any:

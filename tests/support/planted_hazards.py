@@ -337,14 +337,14 @@ def rule_of_a_custom_vjp_in_a_scan_of_remat(xs):
 
     def backward(x, ct):
         with jax.named_scope("rule"):
-            return (ct / x,)  # here
+            return (ct / x,)
 
     clip.defvjp(lambda x: (x + 1.0, x), backward)
 
     @jax.checkpoint
     def step(h, x):
-        with jax.named_scope("clip"):
-            return h + clip(x), None
+        with jax.named_scope("clip"):  # JAX gives a rule the line of its call
+            return h + clip(x), None  # here
 
     return lax.scan(step, jnp.float32(0.0), xs)[0]
 
@@ -356,11 +356,11 @@ def residual_of_a_custom_vjp(x):
         return x + 1.0
 
     def forward(x):
-        slope = jnp.log(x)  # here
+        slope = jnp.log(x)
         return x + 1.0, slope
 
     scale.defvjp(forward, lambda slope, ct: (ct * slope,))
-    return scale(x)
+    return scale(x)  # here
 
 
 @backward_f16("div", jnp.zeros(2, F16), under=grad_of_jitted_total, out_of=(1.0, 0.0))
@@ -372,9 +372,9 @@ def rule_of_a_custom_jvp(x):
     @grow.defjvp
     def rule(primals, tangents):
         (x,), (x_dot,) = primals, tangents
-        return grow(x), x_dot / x  # here
+        return grow(x), x_dot / x
 
-    return grow(x)
+    return grow(x)  # here
 
 
 @forward_f32("log in block", jnp.zeros(2), under=grad_of_total, out_of=(0.0,))

@@ -63,7 +63,7 @@ def step(p: Any, x: Any) -> Any:
 
 KEY, X = jax.random.key(0), jnp.ones((3, 4))
 P: Any = {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}
-H = jmp.cast_floating(P, "bfloat16")
+H = jmp.trees.cast_floating(P, "bfloat16")
 SGD = optax.sgd(0.1, momentum=0.5)
 DENSE, LINEAR = Dense(), Linear()
 TX = jmp.scale_aware(SGD)
@@ -188,7 +188,7 @@ WRONG = st.one_of(
         LINEAR,
         nnx.Linear,
         nnx.state(LINEAR),
-        jmp.OpRules.default("f16"),
+        jmp.ops.OpRules.default("f16"),
     ),
     later("linen", "nnx", "Advice", "state of master_weights", "DryRunReport"),
     st.recursive(
@@ -216,7 +216,6 @@ RIGHT: dict[str, Any] = {
     **dict.fromkeys(("number", "scale", "low", "high"), NUMBER),
     **dict.fromkeys(("count", "period", "hysteresis"), COUNT),
     **dict.fromkeys(("keep", "depth", "step", "devices"), of(1, 2, None)),
-    **dict.fromkeys(("stats", "others"), of(num.empty(), num.value_stats(X, "f16"))),
     "argnums": of(0, 1, (0,), (0, 1)),
     "axis_name": st.none(),
     "backoff": of(None, 0.5),
@@ -334,8 +333,8 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "PolicyMap.check_unused": (HALF_MAP.check_unused, "paths"),
     "half_dtype": (jmp.half_dtype, "platform"),
     "recommended_half_dtype": (jmp.recommended_half_dtype, "jax_device"),
-    "cast_floating": (jmp.cast_floating, "tree dtype"),
-    "cast_like": (jmp.cast_like, "tree like"),
+    "cast_floating": (jmp.trees.cast_floating, "tree dtype"),
+    "cast_like": (jmp.trees.cast_like, "tree like"),
     "cast_to_half": (jmp.cast_to_half, "tree"),
     "cast_to_full": (jmp.cast_to_full, "tree"),
     "all_finite": (jmp.all_finite, "tree"),
@@ -412,22 +411,20 @@ CALLS: dict[str, tuple[Any, ...]] = {
         "p x",
     ),
     "sums_in_float32": (jmp.sums_in_float32, "fun reduce", in_jit, "p x"),
-    "OpRules": (jmp.OpRules, "rules bool size maybe"),
-    "OpRules.only": (jmp.OpRules.only, "rules"),
+    "OpRules": (jmp.ops.OpRules, "rules bool size maybe"),
+    "OpRules.only": (jmp.ops.OpRules.only, "rules"),
     "OpRules.default": (
-        jmp.OpRules.default,
+        jmp.ops.OpRules.default,
         "dtype",
         lambda rules: rules.class_of,
         "name",
     ),
     "OpRules.replace": (
-        jmp.OpRules.default("f16").replace,
+        jmp.ops.OpRules.default("f16").replace,
         "half_results=maybe fp8_min_size=size recompute=maybe tanh=op_class",
     ),
-    "fp8_dot_general": (jmp.fp8_dot_general, "lhs rhs numbers precision dtype"),
+    "fp8_dot_general": (jmp.ops.fp8_dot_general, "lhs rhs numbers precision dtype"),
     "value_stats": (num.value_stats, "x dtype histogram=bool"),
-    "merge": (num.merge, "stats others"),
-    "empty": (num.empty, "histogram=bool"),
     "tree_stats": (
         num.tree_stats,
         "tree dtype histogram=bool",

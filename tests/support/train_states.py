@@ -86,7 +86,7 @@ class Linen:
     def create_half(cls, tx: Any) -> Any:
         """Return a state whose parameters are stored in half."""
         params = cls.variables()["params"]
-        return cls.create(tx, params=jmp_lite.cast_floating(params, jnp.bfloat16))
+        return cls.create(tx, params=jmp_lite.trees.cast_floating(params, jnp.bfloat16))
 
     @staticmethod
     def other_state(state: Any) -> dict[str, Any]:

@@ -449,7 +449,7 @@ def decay_where_the_step_was_finite():
     def step(params, opt_state, x, y):
         _, grads = scaled(loss_fn, opt_state)(params, x, y)
         updates, opt_state = ADAM.update(grads, opt_state, params)
-        assert isinstance(opt_state, jmp.ScaleAwareState)
+        assert isinstance(opt_state, jmp.states.ScaleAwareState)
         decayed = jax.tree.map(lambda p, u: 0.999 * p + u, params, updates)
         return jmp.select_tree(opt_state.last_finite, decayed, params), opt_state
 

@@ -71,7 +71,7 @@ def test_targets_far_from_zero_need_their_offset_in_float32() -> None:
         return jnp.mean((out.astype(jnp.float32) - y) ** 2)
 
     def by_hand(params, x, y):
-        return loss_fn(*jmp.cast_floating((params, x), jnp.bfloat16), y)
+        return loss_fn(*jmp.trees.cast_floating((params, x), jnp.bfloat16), y)
 
     half = jmp.autocast(loss_fn, "mixed_bfloat16")
     options = {"rate": 1e-2, "steps": 1000, "loss_scale": jmp.NoOpLossScale()}
@@ -126,7 +126,7 @@ def field(y: jax.Array, t: jax.Array) -> jax.Array:
 @pytest.mark.full
 def test_more_steps_of_a_solver_buy_nothing_in_half() -> None:
     def by_hand(y, t):
-        low = jmp.cast_floating([y, W1, W2], jnp.bfloat16)
+        low = jmp.trees.cast_floating([y, W1, W2], jnp.bfloat16)
         return (jnp.tanh(low[0] @ low[1]) @ low[2]).astype(jnp.float32) - y
 
     exact, half = at_end(field, 1e-7), jmp.autocast(field, "mixed_bfloat16")

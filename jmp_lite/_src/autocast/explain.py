@@ -12,9 +12,9 @@ import numpy as np
 
 from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast import half_calls, products, transform
-from jmp_lite._src.autocast.options import OpRules, resolve_rules
+from jmp_lite._src.autocast.options import OpRules, check_name, resolve_rules
 from jmp_lite._src.autocast.rules import BOUNDARY, Fp8
-from jmp_lite._src.autocast.storage import EqnPlan, Placed, walk
+from jmp_lite._src.autocast.storage import NOT_OPENED, EqnPlan, Placed, walk
 from jmp_lite._src.jaxprs import control_flow, core, matmul_precision
 from jmp_lite._src.jaxprs.core import Eqn
 from jmp_lite._src.policy import Policy, PolicyMap
@@ -234,6 +234,7 @@ def explain(
       [('head', 'dot_general', 'bf16 bf16 -> bf16'), ('head', 'exp', 'f32 -> f32')]
     """
     transform.check_function(fun, "explain", policy)
+    check_name(policy, "explain")
     policy, compute_dtype = transform.check_policy(policy, "explain")
     options = half_results, fp8_min_size, recompute
     rules = resolve_rules(rules, policy, compute_dtype, *options)
@@ -263,7 +264,7 @@ def explain(
 
 def _decision(of: Placed, half_dtype: Any) -> OpDecision:
     flops = products.flops(of.eqn)
-    if of.reason.startswith(half_calls.REASON):
+    if of.reason.startswith((half_calls.REASON, NOT_OPENED)):
         flops = control_flow.count_eqns([of.eqn], products.flops)
     return OpDecision(
         layer=of.layer,

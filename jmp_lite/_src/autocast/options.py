@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,7 +22,13 @@ from jmp_lite._src.jaxprs.name_scopes import (
     without_marks,
 )
 from jmp_lite._src.jaxprs.primitives import PRIMITIVES, Fact, facts
-from jmp_lite._src.policy import Policy, PolicyMap, paths_around, policies_of
+from jmp_lite._src.policy import (
+    Policy,
+    PolicyMap,
+    get_policy,
+    paths_around,
+    policies_of,
+)
 
 
 @jax.tree_util.register_static
@@ -94,24 +101,22 @@ class OpRules:
         object.__setattr__(self, "classes", tuple(sorted(pairs.items())))
 
     @classmethod
-    def default(cls, compute_dtype: Any) -> "OpRules":
+    def default(cls, compute_dtype: Any, half_results: bool = True) -> "OpRules":
         """Return the rules for a compute dtype.
 
-        bfloat16 has the range of float32 and few digits: results of matrix products are
-        half, as in torch. float16 has the digits and not the range: results are half
-        only on the way from one product to the next, and powers stay float32.
+        Both halves have the same.
 
         Args:
           compute_dtype: `jnp.float16` or `jnp.bfloat16`, or its name.
+          half_results: as in the constructor.
 
         Examples:
-          >>> OpRules.default(jnp.bfloat16).class_of("square")
-          'promote'
           >>> OpRules.default(jnp.float16).class_of("square")
-          'float32'
+          'promote'
         """
         dtypes.parse_dtype(compute_dtype)
-        return cls({name: known.op_class for name, known in PRIMITIVES.items()})
+        classes = {name: known.op_class for name, known in PRIMITIVES.items()}
+        return cls(classes, half_results)
 
     @classmethod
     def only(cls, classes: Any) -> "OpRules":
@@ -180,12 +185,10 @@ def resolve_rules(
 ) -> OpRules:
     """Return the rules of a call of `autocast`, which documents what this raises."""
     if rules is None or isinstance(rules, Mapping):
-        default = OpRules.default(compute_dtype)
+        half_results = True if half_results is None else half_results
+        default = OpRules.default(compute_dtype, half_results)
         classes = dict(default.classes) | _printed(rules or {})
         rules = dataclasses.replace(default, classes=classes)
-        everywhere = policy.default if isinstance(policy, PolicyMap) else policy
-        if half_results is None and everywhere.output_dtype == compute_dtype:
-            half_results = True
     if not isinstance(rules, OpRules):
         raise TypeError(
             "Expected rules that map primitives to classes, such as {'tanh': "
@@ -210,6 +213,24 @@ def _table(classes: Any) -> dict[Any, Any]:
             "Expected a table that maps primitives to classes, such as "
             f"{{'tanh': 'float32'}}, got {classes!r}."
         ) from None
+
+
+def check_name(policy: Policy | PolicyMap | str, caller: str) -> None:
+    """Warn of `"bfloat16"`, which names half parameters: these are nobody's here.
+
+    Who writes them out, as in `"p=bf16,c=bf16,o=bf16"`, may share the policy.
+    """
+    if not isinstance(policy, str) or "=" in policy:
+        return
+    half = get_policy(policy)
+    if half.param_dtype in dtypes.HALF_DTYPES:
+        name = jnp.dtype(half.param_dtype).name
+        warnings.warn(
+            f"{caller} got the policy {policy!r}: half parameters, computation and "
+            f"outputs. It casts no parameters. Write 'mixed_{name}', with float32 "
+            f"outputs, or {str(half)!r} for what it does now.",
+            stacklevel=4,  # takes_function is one
+        )
 
 
 class Regions:

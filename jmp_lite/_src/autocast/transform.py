@@ -20,7 +20,7 @@ from jmp_lite._src import compat, dtypes, fp8, trees
 from jmp_lite._src.autocast import half_calls, products, sums
 from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
 from jmp_lite._src.autocast.emit import Emitter
-from jmp_lite._src.autocast.options import OpRules, Regions, resolve_rules
+from jmp_lite._src.autocast.options import OpRules, Regions, check_name, resolve_rules
 from jmp_lite._src.autocast.rules import BOUNDARY
 from jmp_lite._src.autocast.storage import Placed, Plan, walk
 from jmp_lite._src.jaxprs import core, name_scopes
@@ -111,19 +111,18 @@ def autocast(
         same). A `PolicyMap` has patterns over name-scope paths
         (`"Model/decoder/attention"`: each module of linen and Haiku enters a scope, a
         linen model that of its class, modules of nnx none); `""` is everything. A
-        policy that computes in float32 leaves its scope unchanged. A half
-        `output_dtype` is that of the results of matrix products wherever anything but
-        a return reads them. A rule with another `output_dtype` than the default
-        changes that in its scope: `PolicyMap("p=f32,c=f16,o=f16", {"head":
+        policy that computes in float32 leaves its scope unchanged. A rule with another
+        `output_dtype` than the default has results of matrix products in that dtype in
+        its scope: `PolicyMap("p=f32,c=f16,o=f16", {"head":
         "p=f32,c=f16,o=f32"})` keeps results in float32 there.
       rules: primitives in another class than by default: `{"tanh": "float32"}`; or a
         whole table, `OpRules`.
       half_results: True: results of matrix products are half wherever anything but a
-        return reads them, as in torch.amp. False: only on the way to another product.
-        The default is True in bfloat16 and for a policy whose `output_dtype` is half,
-        and False in float16 else, which ends at 65504; `numerics.advise` measures
-        where float16 results are safe. Scopes whose policy says otherwise are not
-        affected.
+        return reads them, as in torch.amp; the default. False, the safe form for
+        float16, which ends at 65504: only on the way to another product, and squares
+        are float32. It moves more bytes, and on GPUs its convolutions run in float32.
+        `numerics.advise` measures which layers come near the end of the range. Scopes
+        whose policy says otherwise are not affected.
       fp8_min_size: the least size of each dimension of a product in fp8, if the policy
         has these (`"mixed_fp8"`); the default is 256. Sizes must be multiples of 16,
         and products have no batch dimensions; all others are bfloat16.
@@ -175,6 +174,7 @@ def autocast(
         }
         return _Decorator(autocast, **options)
     check_function(fun, "autocast", policy)
+    check_name(policy, "autocast")
     policy, compute_dtype = check_policy(policy, "autocast")
     options = half_results, fp8_min_size, recompute
     rules = resolve_rules(rules, policy, compute_dtype, *options)

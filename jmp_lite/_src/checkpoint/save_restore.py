@@ -21,8 +21,8 @@ import numpy as np
 from etils import epath
 
 from jmp_lite._src.checkpoint import arrays as on_disk
+from jmp_lite._src.checkpoint import counters, leaves, low_precision
 from jmp_lite._src.checkpoint import folder as folders
-from jmp_lite._src.checkpoint import leaves, low_precision
 from jmp_lite._src.checkpoint import record as records
 from jmp_lite._src.checkpoint.lock import on_first_process, writer_lock
 
@@ -198,7 +198,8 @@ def restore(
     where = f"Step {step} in {root}"
     saved = _read(lambda: records.read(path), root, step)
     target_tree = low_precision.like_saved(like, saved) if cast else like
-    targets, structure = leaves.flatten(target_tree)
+    wanted_targets, structure = leaves.flatten(target_tree)
+    targets = counters.as_saved(wanted_targets, saved)
     wanted = {name: leaves.describe(target) for name, target in targets.items()}
     leaves.check_compatible(saved, wanted, where, cast=cast)
     store = on_disk.Store(path / "state")
@@ -221,13 +222,14 @@ def restore(
         }
 
     values = _read(read_all, root, step)
-    casts, restored = leaves.Casts(), []
+    casts, restored = leaves.Casts(), {}
     for name, target in targets.items():
         value = values.pop(name)  # one copy of each array at a time
         x, done = leaves.to_target(value, saved[name], target, f"{where}: {name}")
-        restored.append(x)
+        restored[name] = x
         if done is not None:
             casts[name] = done
+    restored = counters.joined(restored, wanted_targets)
     state = jax.tree.unflatten(structure, restored)
     if cast:
         state, converted = low_precision.convert(state, like, saved, where)

@@ -207,11 +207,6 @@ def not_a_module(kind: str, got: Any) -> TypeError:
     return TypeError(f"Expected {kind} module, got {got!r}.{remedy}")
 
 
-def any_fp8(resolved: Mapping[str, ModulePolicy]) -> bool:
-    """Return whether the policy of some module has matrix products in fp8."""
-    return any(module.policy.matmul_dtype == "fp8" for module in resolved.values())
-
-
 def kept_from_half(resolved: Mapping[str, ModulePolicy]) -> list[str]:
     """Return the paths of modules that their author's `dtype` keeps out of half."""
     return [
@@ -222,7 +217,7 @@ def kept_from_half(resolved: Mapping[str, ModulePolicy]) -> list[str]:
     ]
 
 
-def no_half_message(what: str, kept: Sequence[str], policy: Policy, remedy: str) -> str:
+def no_half_message(what: str, kept: Sequence[str], policy: Policy) -> str:
     """Return the warning that a policy puts nothing in half precision."""
     names = [path or "the model itself" for path in kept[:_MOST_NAMES]]
     more = ", …" if len(kept) > _MOST_NAMES else ""
@@ -231,7 +226,7 @@ def no_half_message(what: str, kept: Sequence[str], policy: Policy, remedy: str)
         f"{policy}: {len(kept)} of its modules set a `dtype`, which only a rule "
         f"overrides: {', '.join(names)}{more}. Add a rule "
         f"(`PolicyMap('full', {{'': '{policy}'}})`), or create the model without a "
-        f"dtype ({remedy}), or use jmp_lite.autocast."
+        "dtype (`dtype=None`, or in its config), or use jmp_lite.autocast."
     )
 
 

@@ -1,36 +1,54 @@
-"""The matrix products of a call, and why none of them is in fp8.
+"""The warnings of a call that has no matrix product in half, or none in fp8.
 
 Shared by the `with_policy` of linen and of nnx; does not import flax.
 """
 
 import collections
 import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
 from jmp_lite._src import dtypes, fp8
 from jmp_lite._src.autocast import products
+from jmp_lite._src.flax import module_policies
+from jmp_lite._src.flax.module_policies import ModulePolicy
 from jmp_lite._src.jaxprs.walk import walk
 
 
-def find(jaxpr: Any, *names: str) -> list[Any]:
-    """Return the matrix products and convolutions of a jaxpr, at any depth."""
-    named = (*products.NAMES, *names)
-    return [eqn for eqn in walk(jaxpr) if eqn.primitive.name in named]
+def warn(
+    what: str,
+    resolved: Mapping[str, ModulePolicy],
+    trace: Callable[[], Any],
+    *,
+    in_half: bool,
+    in_fp8: bool,
+) -> None:
+    """Warn if no product of a call is in half, or none in fp8, or fp8 is slow here.
 
-
-def warn_about_fp8(what: str, jaxpr: Any) -> None:
-    """Warn if no product of a call is in fp8; else if fp8 is slow on this device.
-
-    The jaxpr is None if it is not known, or a product is in fp8.
+    `in_half` and `in_fp8` say that some product is, or has to be: usually one is,
+    without another trace. `trace` returns the jaxpr of the call, None if it has none.
     """
-    found = [] if jaxpr is None else find(jaxpr, fp8.PRIMITIVE)
-    reasons = [_why_not_fp8(eqn) for eqn in found]
-    if jaxpr is None or not all(reasons):
-        fp8.warn_if_slow()
+    kept = module_policies.kept_from_half(resolved)
+    needs_half = bool(kept) and not in_half
+    any_fp8 = any(module.policy.matmul_dtype == "fp8" for module in resolved.values())
+    jaxpr = trace() if needs_half or any_fp8 and not in_fp8 else None
+    names = (*products.NAMES, fp8.PRIMITIVE)
+    eqns = [] if jaxpr is None else walk(jaxpr)
+    found = [eqn for eqn in eqns if eqn.primitive.name in names]
+    operands = [v.aval.dtype for eqn in found for v in eqn.invars[:2]]
+    reasons = collections.Counter(map(_why_not_fp8, found))
+    if needs_half and found and not any(map(dtypes.is_half, operands)):
+        of = f"the {len(found)} matrix products of {what}"
+        text = module_policies.no_half_message(of, kept, resolved[""].policy)
+    elif any_fp8 and jaxpr is not None and not reasons[""]:
+        text = _no_fp8_message(what, reasons)
     else:
-        warnings.warn(no_fp8_message(what, collections.Counter(reasons)), stacklevel=3)
+        if any_fp8:
+            fp8.warn_if_slow()
+        return
+    warnings.warn(text, stacklevel=3)
 
 
 def _why_not_fp8(eqn: Any) -> str:
@@ -41,13 +59,12 @@ def _why_not_fp8(eqn: Any) -> str:
         return f"computed in {jnp.promote_types(*operands).name}"
     if not fp8.is_default_precision(eqn.params.get("precision")):
         return "a precision that the model chose"
-    other = "not of a layer that takes a dot_general"
+    other = "not of a layer that takes a dot_general, or its author set that or a dtype"
     return products.why_not_fp8(eqn, fp8.MIN_SIZE) or other
 
 
-def no_fp8_message(what: str, reasons: collections.Counter[str]) -> str:
-    """Return the warning that a policy puts no product in fp8."""
-    notes = [f"{n} × {reason}" for reason, n in reasons.most_common()]
+def _no_fp8_message(what: str, reasons: collections.Counter[str]) -> str:
+    notes = [f"{n} × {reason}" for reason, n in reasons.most_common() if n]
     why = "; ".join(notes) or "it has none"
     return (
         f"with_policy put no matrix product of {what} in fp8: {why}. A larger batch "

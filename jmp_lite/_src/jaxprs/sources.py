@@ -5,9 +5,8 @@ import os
 import re
 import sys
 import sysconfig
-from contextlib import AbstractContextManager
+import traceback
 from pathlib import Path
-from typing import Any
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs.core import Eqn
@@ -22,7 +21,7 @@ def source_line(eqn: Eqn, around: str = "") -> str:
     Skips frames of JAX, of this package and of what is installed: other libraries, and
     Python's own. If the code that called this package is installed itself, its package
     is the user's. What is not the user's has the line of the call, loop or branch
-    `around` it.
+    `around` it. JAX gives operations of custom derivative rules the line of the call.
     """
     frames = compat.user_frames(eqn.source_info.traceback)
     files = [frame.file_name for frame in frames]
@@ -34,60 +33,10 @@ def source_line(eqn: Eqn, around: str = "") -> str:
     return f"{files[of_users[0]]}:{frames[of_users[0]].start_line}"
 
 
-def lines_of_rules() -> AbstractContextManager[None]:
-    """Trace operations of custom derivative rules with the lines of the rules.
-
-    JAX runs a rule under the traceback of the call, so every operation of it would have
-    the line of the call; it does if JAX stores tracebacks in an unknown way.
-
-    Limits: JAX caches the traces of jitted functions with their lines. A function that
-    was differentiated before has the lines that it had then.
-    """
-    return compat.replace_source_info(lambda source: _LinesOfRules(source, _depth()))
-
-
-class _LinesOfRules:
-    """Replaces JAX' current `SourceInfo`.
-
-    Operations get the traceback of `source`, if it has one; `depth` is that of the call
-    stack when it got it.
-    """
-
-    __slots__ = ("depth", "source")
-    traceback = None  # JAX then makes one for each operation
-
-    def __init__(self, source: Any, depth: int):
-        self.source, self.depth = source, depth
-
-    @property
-    def name_stack(self) -> Any:
-        return self.source.name_stack
-
-    def replace(self, *, traceback: Any = None, name_stack: Any = None) -> Any:
-        """Return the source of one operation, or of all that follow."""
-        caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-        if compat.is_source_info_code(caller.f_code):
-            if self.source.traceback is not None and not self._is_of_a_user(traceback):
-                traceback = None
-            return self.source.replace(traceback=traceback, name_stack=name_stack)
-        depth = self.depth if traceback is None else _depth()
-        source = self.source.replace(traceback=traceback, name_stack=name_stack)
-        return _LinesOfRules(source, depth)
-
-    def _is_of_a_user(self, traceback: Any) -> bool:
-        """Return whether user code was called after `depth` calls."""
-        codes, _ = traceback.raw_frames()
-        return any(
-            not _is_in_library(code.co_filename)
-            for code in codes[: max(_depth() - self.depth, 0)]
-        )
-
-
-def _depth() -> int:
-    frame, count = sys._getframe(1), 0  # pyright: ignore[reportPrivateUsage]
-    while frame is not None:
-        frame, count = frame.f_back, count + 1
-    return count
+def is_of_user(error: BaseException) -> bool:
+    """Return whether an error went through code that is not JAX', Python's or ours."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(not _is_of_tools(frame.f_code.co_filename) for frame, _ in frames)
 
 
 def _program() -> str:

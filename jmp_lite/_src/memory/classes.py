@@ -8,9 +8,8 @@
 A train state has both: its fields `params` and `opt_state`, or those of nnx.
 """
 
-import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,18 +23,13 @@ CLASSES = (PARAMETERS, STATE, BATCH, OTHER)
 
 # Fields of train states, and keys of what models of flax are given.
 _FIELDS = {
-    "params": PARAMETERS,
-    "parameters": PARAMETERS,
-    "model": PARAMETERS,
-    "opt_state": STATE,
-    "optimizer_state": STATE,
-    "batch_stats": OTHER,
-    "loss_scale": OTHER,
-    "step": OTHER,
+    **dict.fromkeys(("params", "parameters", "model"), PARAMETERS),
+    **dict.fromkeys(("opt_state", "optimizer_state"), STATE),
+    **dict.fromkeys(("batch_stats", "loss_scale", "step"), OTHER),
 }
 
 
-def check_classes(classes: Mapping[Any, str] | None) -> None:
+def check_classes(classes: Mapping[str | int, str] | None) -> None:
     given = arguments.mapping(classes, "classes", "arguments to what they are")
     for name, value in given.items():
         arguments.one_of(value, f"the class of the argument {name!r}", CLASSES)
@@ -55,20 +49,17 @@ def classes_of_leaves(
     """
     names = _argument_names(fun, len(args))
     given = dict(classes or {})
-    returned = list(_structures(result))
-    has_state = any(map(_has_state, args))
+    returned = {_structure(tree) for tree in _nodes(result)}
     if any(not trees.is_array(arg) for arg in args):  # a lone array is none of them
-        returned = [x for x in returned if x[0] != jax.tree.structure(0)]
+        returned = {x for x in returned if x[0] != jax.tree.structure(0)}
     found = []
     named = [*zip(names, args, strict=True), *kwargs.items()]
     for index, (name, arg) in enumerate(named):
-        by_name, by_index = given.pop(name, None), given.pop(index, None)
-        if known := by_name or by_index:
-            found += [known] * len(_arrays(arg))
+        known = [given.pop(key) for key in (name, index) if key in given]
+        if known:
+            found += known[:1] * len(_arrays(arg))
         else:
-            is_first = index == 0 and not has_state
-            class_of = functools.partial(_class, returned, name, is_first)
-            found += _classes(arg, class_of)
+            found += _classes(arg, returned, _FIELDS.get(name, BATCH))
     if given:
         raise ValueError(
             f"classes has {next(iter(given))!r}, and the arguments are "
@@ -78,97 +69,75 @@ def classes_of_leaves(
 
 
 def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):
-        parameters = ()
+    parameters = inspect.signature(fun).parameters.values()
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     names = [p.name for p in parameters if p.kind in kinds][:count]
     return names + [f"argument {i}" for i in range(len(names), count)]
 
 
-def _classes(tree: Any, class_of: Callable[[Any], str]) -> list[str]:
-    """Return the class of each array, by `class_of` where there is no state."""
-    count = len(_arrays(tree))
-    if any(map(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable))):
-        return _classes_of_nnx(tree)
+def _classes(tree: Any, returned: set[Any], otherwise: str) -> list[str]:
+    """Return the class of each array, by what the step returns."""
+    arrays, variables = _arrays(tree), jax.tree.leaves(tree, is_leaf=_is_variable)
+    if any(map(_is_variable, variables)):
+        return [_class_of_variable(x) for x in variables for _ in _arrays(x)]
     if _is_state(tree):
-        return [STATE] * count
+        return [STATE] * len(arrays)
     # As variables of linen have parameters.
     names = tree if isinstance(tree, Mapping) else getattr(tree, "__dict__", ())
-    if _has_state(tree) or ("params" in names and not trees.is_array(tree)):
-        found = []
-        for key, child in _children(tree):
-            known = _FIELDS.get(key)
-            if known and not (known == PARAMETERS and _has_state(child)):
-                found += [known] * len(_arrays(child))
-            else:
-                found += _classes(child, class_of)
-        return found
-    return [class_of(tree)] * count
-
-
-def _class(returned: list[Any], name: str, is_first: bool, tree: Any) -> str:
-    """Return the class of a tree without optimiser state in it.
-
-    By the `_structure`s of all trees in the result, the name of the argument, and
-    whether it is the first one of a step without optimiser state.
-    """
-    floating = [x for x in _arrays(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    if any(cls.__module__.startswith("equinox.") for cls in type(tree).__mro__):
-        return PARAMETERS
-    if _structure(tree) in returned:
-        return PARAMETERS if floating else OTHER
-    # A forward pass returns nothing like its parameters.
-    is_tree = not trees.is_array(tree) and len(floating) > 1
-    return _FIELDS.get(name) or (PARAMETERS if is_tree and is_first else BATCH)
+    if not _has_state(tree) and ("params" not in names or trees.is_array(tree)):
+        if _structure(tree) in returned:
+            is_floating = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
+            otherwise = PARAMETERS if is_floating else OTHER
+        return [otherwise] * len(arrays)
+    found = []
+    for path, child in _children(tree):
+        known = _FIELDS.get(trees.key_path(path))
+        if known is None or (known == PARAMETERS and _has_state(child)):
+            found += _classes(child, returned, otherwise)
+        else:
+            found += [known] * len(_arrays(child))
+    return found
 
 
 def _is_variable(x: Any) -> bool:
     return isinstance(x, compat.nnx_class("Variable"))
 
 
-def _classes_of_nnx(tree: Any) -> list[str]:
-    found = []
-    for leaf in jax.tree.leaves(tree, is_leaf=_is_variable):
-        is_of_optimiser = type(leaf).__module__.startswith("flax.nnx.training")
-        is_parameter = isinstance(leaf, compat.nnx_class("Param"))
-        of_leaf = STATE if is_of_optimiser else PARAMETERS if is_parameter else OTHER
-        found += [of_leaf] * len(_arrays(leaf))
-    return found
+def _class_of_variable(x: Any) -> str:
+    if type(x).__module__.startswith("flax.nnx.training"):
+        return STATE
+    return PARAMETERS if isinstance(x, compat.nnx_class("Param")) else OTHER
 
 
 def _is_state(tree: Any) -> bool:
     """Return whether this is the state of an optimiser, or a chain of such states."""
     if not isinstance(tree, tuple):
         return False
-    if hasattr(tree, "_fields"):
-        module = type(tree).__module__
-        known = module.startswith(("optax", "jmp_lite._src.optimizers"))
-        is_named = type(tree).__name__.endswith("State") and not hasattr(tree, "params")
-        return known or is_named
-    return bool(tree) and all(map(_is_state, tree))
+    if not hasattr(tree, "_fields"):
+        return bool(tree) and all(map(_is_state, tree))
+    known = type(tree).__module__.startswith(("optax", "jmp_lite._src.optimizers"))
+    is_named = type(tree).__name__.endswith("State") and not hasattr(tree, "params")
+    return known or is_named
 
 
 def _has_state(tree: Any) -> bool:
     return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
 
 
-def _children(tree: Any) -> Iterable[tuple[str, Any]]:
-    found = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree)
-    return [(trees.key_path(path), child) for path, child in found]
+def _children(tree: Any) -> list[tuple[Any, Any]]:
+    return jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree)
 
 
-def _structures(tree: Any) -> Iterable[Any]:
-    yield _structure(tree)
+def _nodes(tree: Any) -> Iterator[Any]:
+    yield tree
     for _, child in _children(tree):
         if child is not tree:  # a leaf has itself
-            yield from _structures(child)
+            yield from _nodes(child)
 
 
-def _structure(tree: Any) -> Any:
+def _structure(tree: Any) -> tuple[Any, ...]:
     leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple(getattr(x, "shape", None) for x in leaves)
+    return structure, *(getattr(x, "shape", None) for x in leaves)
 
 
 def _arrays(tree: Any) -> list[Any]:

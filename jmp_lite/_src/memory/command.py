@@ -1,16 +1,17 @@
 """`jmp-lite memory package.module:make_step`: `of_step` on the command line."""
 
 import argparse
-import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import jax
 
 from jmp_lite._src import extras, reports
+from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.memory.devices import DEVICES
 from jmp_lite._src.memory.step import of_step
 
@@ -54,20 +55,24 @@ def run(options: argparse.Namespace) -> int:
     if options.device and not os.environ.get("JAX_PLATFORMS"):
         # Nothing here needs an accelerator, and one that is absent would be looked for.
         jax.config.update("jax_platforms", "cpu")
-    with _progress(f"tracing {options.target}"):
-        step, args = load(options.target)
-    measure = of_step(
-        step,
-        options.device,
-        donate_argnums=tuple(options.donate),
-        devices=options.devices,
-        fits=options.fits,
-    )
+    measure_options = {
+        "donate_argnums": options.donate,
+        "devices": options.devices,
+        "fits": options.fits,
+    }
+    sys.path.insert(0, here := os.getcwd())  # also while the functions run
     try:
-        with _progress(f"compiling for {options.device or 'this machine'}"):
-            report = measure(*args)
+        _show(f"tracing {options.target}")
+        step, args = load(options.target)
+        _show(f"compiling for {options.device or 'this machine'}")
+        report = of_step(step, options.device, **measure_options)(*args)
     except TypeError as error:
+        if sources.is_of_user(error):
+            raise
         raise ValueError(str(error)) from error
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
     if options.json:
         print(report.to_json())
     elif options.every:
@@ -79,45 +84,39 @@ def run(options: argparse.Namespace) -> int:
     return DOES_NOT_FIT if report.fits is False else 0
 
 
-def load(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def load(target: str) -> tuple[Callable[..., Any], Sequence[Any]]:
     """Return the step and the arguments that `"package.module:function"` returns.
 
-    Modules in the current folder are found. Mistakes raise a `ValueError`.
+    Mistakes in the name raise a `ValueError`; what the function raises stays as it is.
     """
     name, _, attribute = target.partition(":")
-    if not name or not attribute:
-        raise ValueError(f"Expected package.module:function, got {target!r}.")
-    sys.path.insert(0, os.getcwd())
+    path = PurePath(name)
+    if not attribute or path.suffix == ".py" or len(path.parts) != 1:
+        stem = path.name.removesuffix(".py") or "my_model"
+        module = f"{stem}:{attribute or 'make_step'}"
+        where = f", in the folder {str(path.parent)!r}" if len(path.parts) > 1 else ""
+        raise ValueError(
+            f"Expected package.module:function, got {target!r}: write {module}{where}."
+        )
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and f"{name}.".startswith(f"{error.name}."):
             raise ValueError(f"There is no module {error.name!r} here.") from None
         raise
-    finally:
-        sys.path.remove(os.getcwd())
     make = getattr(module, attribute, None)
     if not callable(make):
         raise ValueError(f"{name} has no function {attribute!r}.")
-    made = make()
-    match made:
+    match made := make():
         case (step, tuple() | list() as args) if callable(step):
-            return step, tuple(args)
+            return step, args
     raise ValueError(
         f"Expected that {target} returns a step and a tuple of its arguments, got "
         f"{str(made)[:200]}."
     )
 
 
-def _progress(text: str) -> contextlib.AbstractContextManager[Any]:
+def _show(text: str) -> None:
     """Show on stderr what goes on, if that is a terminal."""
-    text = reports.printable(text)
     if sys.stderr.isatty():
-        try:
-            with extras.needed("numerics"):
-                from rich.console import Console
-                from rich.text import Text
-            return Console(stderr=True).status(Text(f"{text} ..."))
-        except ModuleNotFoundError:
-            print(f"{text} ...", file=sys.stderr, flush=True)
-    return contextlib.nullcontext()
+        print(f"{reports.printable(text)} ...", file=sys.stderr, flush=True)

@@ -8,19 +8,21 @@ from typing import Any
 import numpy as np
 
 from jmp_lite._src import arguments, extras, reports
-from jmp_lite._src.memory import classes, step
+from jmp_lite._src.memory import classes, liveness, step
 
 # Okabe and Ito's palette, for colour-blind readers.
 _COLOURS = {
     classes.PARAMETERS: "#0072B2",
-    step.GRADIENTS: "#56B4E9",
+    liveness.GRADIENTS: "#56B4E9",
     classes.STATE: "#009E73",
-    step.ACTIVATIONS: "#E69F00",
+    liveness.ACTIVATIONS: "#E69F00",
     step.RESULTS: "#D55E00",
-    step.TEMPORARIES: "#999999",
+    liveness.TEMPORARIES: "#999999",
     classes.BATCH: "#CC79A7",
     classes.OTHER: "#F0E442",
 }
+_COLUMNS = ("", "step", "fits", "peak", "temporaries", "GB moved", "kernels")
+_COLUMNS += ("bytes a parameter", "beaten by")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,27 +37,27 @@ class Compared:
     name: str
     report: step.StepReport
 
-    def beats(self, other: "Compared") -> bool:
-        """Return whether it needs less memory, and moves no more bytes."""
-        mine, its = self.report, other.report
-        return mine.peak < its.peak and mine.traffic <= its.traffic
-
 
 @dataclasses.dataclass(frozen=True)
 class Comparison(reports.Report):
     """What `compare` found.
 
     Attributes:
-      rows: the steps, the one with the least peak first.
+      rows: the steps, each with its `name` and its `report` of `of_step`, the one with
+        the least peak first.
     """
 
     rows: tuple[Compared, ...]
 
     def beaten_by(self, name: str) -> list[str]:
         """Return which steps need less memory than one, and move no more bytes."""
-        rows = {row.name: row for row in self.rows}
-        row = rows[arguments.one_of(name, "name", (*rows,))]
-        return [other.name for other in self.rows if other.beats(row)]
+        found = {row.name: row.report for row in self.rows}
+        one = found[arguments.one_of(name, "name", (*found,))]
+        return [
+            other
+            for other, x in found.items()
+            if x.peak < one.peak and x.traffic <= one.traffic
+        ]
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw the memory at the peak of each step, by class.
@@ -74,55 +76,50 @@ class Comparison(reports.Report):
 
         height = 1.2 + 0.35 * len(self.rows)
         figure = Figure(figsize=(8, height), layout="constrained")
-        axes = figure.add_subplot()
-        places, left = range(len(self.rows)), np.zeros(len(self.rows))
+        axes, left = figure.add_subplot(), np.zeros(len(self.rows))
         for name, colour in _COLOURS.items():
-            sizes = np.array([row.report.by_class.get(name, 0) for row in self.rows])
-            axes.barh(places, sizes / 2**30, left=left, color=colour, label=name)
-            left = left + sizes / 2**30
-        limit = next((row.report.limit for row in self.rows if row.report.limit), None)
-        if limit is not None:
-            axes.axvline(limit / 2**30, color="black", linestyle="--")
+            sizes = [row.report.by_class.get(name, 0) / 2**30 for row in self.rows]
+            axes.barh(range(len(sizes)), sizes, left=left, color=colour, label=name)
+            left += sizes
+        first = self.rows[0].report
+        if first.limit is not None:
+            axes.axvline(first.limit / 2**30, color="black", linestyle="--")
         names = [reports.printable(row.name) for row in self.rows]
-        axes.set_yticks(places, names, parse_math=False)
+        axes.set_yticks(range(len(names)), names, parse_math=False)
         axes.invert_yaxis()
-        axes.set_xlabel(
-            f"GiB at the peak, {self.rows[0].report.device}", parse_math=False
-        )
-        axes.legend(fontsize="small", ncols=2)
+        axes.set_xlabel(f"GiB at the peak, {first.device}", parse_math=False)
+        # Beside the shortest bars, which are above.
+        axes.legend(fontsize="small", ncols=2, loc="upper right")
         if path is not None:
             figure.savefig(path)
         return figure
 
     def _table(self, every):
-        cells = []
         numbers = {row.name: f"{i}" for i, row in enumerate(self.rows, 1)}
+        columns = {name: [] for name in _COLUMNS}
         for row in self.rows:
-            report = row.report
-            beaten = [numbers[name] for name in self.beaten_by(row.name)]
-            fits = {None: "", True: "yes", False: "no"}[report.fits]
-            cells.append(
-                [
-                    numbers[row.name],
-                    row.name,
-                    fits,
-                    reports.size(report.peak),
-                    reports.size(report.temporaries),
-                    f"{report.traffic / 1e9:.3g}",
-                    f"{report.kernels}",
-                    f"{report.bytes_a_parameter:.2f}",
-                    ", ".join(beaten[:3]) + (", …" if len(beaten) > 3 else ""),
-                ]
+            report, beaten = row.report, self.beaten_by(row.name)
+            more = ", …" if len(beaten) > 3 else ""
+            cells = (
+                numbers[row.name],
+                row.name,
+                {None: "", True: "yes", False: "no"}[report.fits],
+                reports.size(report.peak),
+                reports.size(report.temporaries),
+                f"{report.traffic / 1e9:.3g}",
+                f"{report.kernels}",
+                f"{report.bytes_a_parameter:.2f}",
+                ", ".join(numbers[name] for name in beaten[:3]) + more,
             )
-        columns = ["", "step", "fits", "peak", "temporaries", "GB moved", "kernels"]
-        columns += ["bytes a parameter", "beaten by"]
-        if not any(row[2] for row in cells):  # there is no limit
-            columns, cells = columns[:2] + columns[3:], [x[:2] + x[3:] for x in cells]
+            for column, cell in zip(columns.values(), cells, strict=True):
+                column.append(cell)
+        if not any(columns["fits"]):  # there is no limit
+            del columns["fits"]
         return reports.Table(
             f"on {self.rows[0].report.device}, the least memory first",
-            columns,
-            cells,
-            numbers=["", *columns[2:-1]],
+            tuple(columns),
+            list(zip(*columns.values(), strict=True)),
+            numbers=[name for name in columns if name not in ("step", "beaten by")],
             caption="beaten: another needs less memory, and moves no more bytes",
         )
 

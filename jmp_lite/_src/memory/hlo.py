@@ -7,10 +7,10 @@ The kernels, the traffic and the collectives of a loop's body count as often as 
 """
 
 import collections
-import itertools
 import math
 import re
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 # "%name = shape opcode(operands), ...": the shape may be a tuple, and what is called in
 # its layouts is upper case ("T(8,128)").
@@ -18,39 +18,40 @@ _INSTRUCTION = re.compile(
     r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ?\b([a-z][a-z0-9-]*)\((.*?)\)(?:, |$)"
 )
 _ARRAY = re.compile(r"\b(pred|[a-z]+[0-9]+\w*)\[([0-9,]*)\](\{[^}]*\})?")
-_OPERAND = re.compile(r"%([\w.-]+)")
+_REFERENCE = re.compile(r"%([\w.-]+)")
+# The computations that an instruction runs, or a list of them.
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|condition|body|true_computation|false_computation|scatter"
+    r"|branch_computations)=\{?((?:%[\w.-]+(?:, )?)+)"
+)
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _ALIAS = re.compile(r"\{[0-9, ]*\}: \([0-9]+, \{[0-9, ]*\}, (?:may|must)-alias\)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"([0-9]+)"')
+_NUMBER = re.compile(r"\bparameter\(([0-9]+)\)")
+_SCRATCH = "S(1)"  # a TPU's memory on the chip, in a layout
 
 # Names for values, that no device has to do anything about.
-_FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all")
-_LOOP = re.compile(r"\bcondition=%?([\w.-]+), body=%?([\w.-]+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"([0-9]+)"')
-_NUMBER = re.compile(r"parameter\(([0-9]+)\)")
-_SLICES = ("dynamic-slice", "dynamic-update-slice")
-_CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.-]+)")
+_FREE = "parameter constant tuple get-tuple-element bitcast after-all while".split()
 _FREE_CALLS = re.compile(
     r'custom_call_target="(ConcatBitcast|AssumeGatherIndicesInBound'
     r'|GatherScatterIndicesBitpacked|Sharding)"'
 )
+_READ, _UPDATE = "dynamic-slice", "dynamic-update-slice"
 _COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
+    "all-gather all-reduce reduce-scatter all-to-all collective-permute".split()
 )
-_SUMS = ("reduce", "reduce-window", "scatter", "select-and-scatter")
-_COMBINER = re.compile(r"(?:to_apply|scatter)=%([\w.-]+)")
-_PRODUCTS = ("dot", "convolution")
-_PRODUCT_CALLS = re.compile(r'custom_call_target="__(cublas|cudnn\$conv)')
-_HOST_OPS = ("infeed", "outfeed", "send", "recv")
-_HOST_CALLS = re.compile(r'custom_call_target="[^"]*(callback|Host)[^"]*"', re.I)
+_SUMS = "reduce reduce-window scatter select-and-scatter".split()
+_PRODUCTS = re.compile(
+    r' (dot|convolution)\(|custom_call_target="__(cublas|cudnn\$conv)'
+)
+_HOST = re.compile(
+    r" (infeed|outfeed|send|recv)\(|"
+    r'custom_call_target="[^"]*([Cc]allback|[Hh]ost)[^"]*"'
+)
 # What a TPU does piece by piece beside other work is in several fusions. Its channel
 # alone does not tell it: all collectives of a `shard_map` have channel 1.
 _CHANNEL = re.compile(r"channel_id=[0-9]+")
 _METADATA = re.compile(r"metadata=\{[^}]*\}")
-_FUSED = re.compile(r" fusion\(.*calls=%?([\w.-]+)")
-_SCRATCH = "S(1)"  # a TPU's memory on the chip, in a layout
 _BYTES = {
     **dict.fromkeys(("pred", "s8", "u8", "f8e4m3fn", "f8e5m2"), 1),
     **dict.fromkeys(("s16", "u16", "f16", "bf16"), 2),
@@ -59,12 +60,18 @@ _BYTES = {
 
 
 class Array(NamedTuple):
-    """An array of a shape, its size in bytes, and whether it is in a TPU's scratch."""
+    """An array of a shape."""
 
     dtype: str
+    elements: int
+    bytes: int
     is_scalar: bool
-    size: int
     is_scratch: bool
+
+    @property
+    def size(self) -> int:
+        """Its bytes in the device's main memory."""
+        return 0 if self.is_scratch else self.bytes
 
 
 class Instruction(NamedTuple):
@@ -72,17 +79,19 @@ class Instruction(NamedTuple):
 
     computation: str  # the name of the one that it is in
     is_entry: bool  # whether that is the entry
+    is_root: bool  # whether it is the result of its computation
     name: str
-    shape: str  # as it is written
-    arrays: list[Array]  # those of its shape
+    arrays: tuple[Array, ...]  # its results
     opcode: str
     operands: list[str]  # the names of what it reads
+    called: list[str]  # the names of the computations that it runs
+    op_name: str  # the name stack of what it is made of, or ""
     line: str  # all of it
 
     @property
-    def is_root(self) -> bool:
-        """Whether it is the result of its computation."""
-        return self.line.lstrip().startswith("ROOT")
+    def size(self) -> int:
+        """The bytes of its results in the device's main memory."""
+        return sum(array.size for array in self.arrays)
 
 
 class Counts(NamedTuple):
@@ -129,61 +138,78 @@ class Counts(NamedTuple):
 def parse(text: str) -> list[Instruction]:
     """Return the instructions of the text of an HLO module, in their order."""
     found, computation, is_entry = [], "", False
+    op_names: dict[str, str] = {}  # of instructions, and of computations
     for line in text.splitlines()[1:]:
         if line and not line[0].isspace():
             is_entry = line.startswith("ENTRY")
             computation = line.removeprefix("ENTRY ").lstrip("%").partition(" ")[0]
         elif match := _INSTRUCTION.match(line):
-            name, shape, opcode, operands = match.groups()
-            arrays, read = _arrays(shape), _OPERAND.findall(operands)
-            found.append(
-                Instruction(
-                    computation, is_entry, name, shape, arrays, opcode, read, line
-                )
-            )
+            name, shape, opcode, inputs = match.groups()
+            operands = _REFERENCE.findall(inputs)
+            called = _REFERENCE.findall(" ".join(_CALLED.findall(line)))
+            # A fusion may have no name, and is of its last instruction that has one; a
+            # copy that XLA adds is of what it copies.
+            of_fusion = called if opcode == "fusion" else []
+            known = (op_names.get(x) for x in (*of_fusion, *operands[:1]))
+            own = _OP_NAME.search(line)
+            op_name = _unescaped(own[1]) if own else next(filter(None, known), "")
+            op_names[name] = op_name
+            op_names[computation] = op_name or op_names.get(computation, "")
+            is_root = line.lstrip().startswith("ROOT")
+            where = computation, is_entry, is_root, name, _arrays(shape)
+            found.append(Instruction(*where, opcode, operands, called, op_name, line))
     return found
+
+
+def _unescaped(name: str) -> str:
+    """Return a name that XLA writes with the escapes of C, of bytes of UTF-8."""
+    text = name.encode().decode("unicode_escape")
+    return text.encode("latin-1").decode(errors="replace")
+
+
+def _arrays(shape: str) -> tuple[Array, ...]:
+    """Return the arrays of a shape, which may be a tuple of them."""
+    found = []
+    for dtype, dims, layout in _ARRAY.findall(shape):
+        elements = math.prod(int(d) for d in dims.split(",") if d)
+        size = elements * _BYTES.get(dtype, 4)
+        found.append(Array(dtype, elements, size, not dims, _SCRATCH in layout))
+    return tuple(found)
 
 
 def count(text: str) -> Counts:
     """Count in the text of an optimised HLO module."""
     program = parse(text)
-    half_adders, fused = _half_adders(program), set(_FUSED.findall(text))
-    runs, inside, loops_counted_once = _runs(program)
-    slices = _slices([x for x in program if x.computation in fused])
+    times, scheduled, loops_counted_once = _times(program)
+    half_adders, traffic = _half_adders(program), _Traffic(program)
     found, moved, calls, products = (collections.Counter() for _ in range(4))
-    sizes, dtypes, pieces = {}, {}, set()
+    dtypes = {x.name: x.arrays[0].dtype for x in program if x.arrays}
+    fused = {name for x in program if x.opcode == "fusion" for name in x.called}
+    pieces = set()
     for x in program:
-        dtypes[x.name] = x.arrays[0].dtype if x.arrays else ""
-        is_call = x.opcode == "custom-call" and _PRODUCT_CALLS.search(x.line)
-        if is_call or x.opcode in _PRODUCTS:
-            products[" ".join(dtypes.get(y, "?") for y in x.operands[:2])] += 1
-        collective = x.opcode.removesuffix("-start")
-        if collective in _COLLECTIVES:
-            channel = _CHANNEL.search(x.line) if x.computation in fused else None
-            metadata = _METADATA.findall(x.line)
-            piece = (channel.group(), x.shape, *metadata) if channel else x.name
-            if piece not in pieces:
+        opcode = x.opcode.removesuffix("-start")
+        if opcode in _COLLECTIVES:
+            if (piece := _piece(x, fused)) not in pieces:
                 pieces.add(piece)
-                times = inside[x.computation] or 1
-                calls[collective] += times
-                for array in _left(x.arrays, x.opcode):
-                    moved[f"{collective} {array.dtype}"] += array.size * times
-        else:
-            found["kernels"] += runs[x.computation] * _is_kernel(x)
-        sizes[x.name] = sum(a.size for a in x.arrays if not a.is_scratch)
-        if times := runs[x.computation]:
-            found["traffic"] += times * _traffic(x, sizes, slices)
+                calls[opcode] += times[x.computation] or 1
+                for array in _left(x):
+                    size = array.bytes * (times[x.computation] or 1)
+                    moved[f"{opcode} {array.dtype}"] += size
+        elif x.computation in scheduled:
+            found["kernels"] += times[x.computation] * _is_kernel(x)
+        if x.computation in scheduled:
+            found["traffic"] += times[x.computation] * traffic.of(x)
+        if _PRODUCTS.search(x.line):
+            products[" ".join(dtypes.get(y, "?") for y in x.operands[:2])] += 1
         found["casts"] += x.opcode == "convert" and x.arrays[0].dtype[0] in "bf"
-        combiner = _COMBINER.search(x.line) if x.opcode in _SUMS else None
-        found["half_sums"] += combiner is not None and combiner[1] in half_adders
+        is_half_sum = x.opcode in _SUMS and not half_adders.isdisjoint(x.called)
+        found["half_sums"] += is_half_sum
         found["conditionals"] += x.opcode == "conditional"
-        is_of_host = x.opcode in _HOST_OPS or _HOST_CALLS.search(x.line)
-        found["host_transfers"] += bool(is_of_host)
-    counted = ("kernels", "casts", "half_sums", "conditionals", "host_transfers")
+        found["host_transfers"] += bool(_HOST.search(x.line))
+    counted = "kernels casts half_sums conditionals host_transfers traffic".split()
     return Counts(
-        *(found[name] for name in counted),
+        **{name: found[name] for name in counted},
         aliased=len(_ALIAS.findall(text.partition("\n")[0])),
-        traffic=found["traffic"],
         collectives=dict(sorted(moved.items())),
         collective_calls=dict(sorted(calls.items())),
         products=dict(sorted(products.items())),
@@ -191,96 +217,48 @@ def count(text: str) -> Counts:
     )
 
 
-def _runs(
+def _times(
     program: list[Instruction],
-) -> tuple[collections.Counter[str], collections.Counter[str], int]:
-    """Return by name how often the entry computation and those of loops run.
+) -> tuple[collections.Counter[str], set[str], int]:
+    """Return by name how often each computation runs.
 
-    And the same also of what these call, fusions say; and how many loops there are
-    whose trips are not known: 1 is taken for them.
+    And which of them are a sequence of kernels: the entry and the loops of it; and how
+    many loops there are whose trips are not known: 1 is taken for them.
     """
-    runs, inside, unknown = collections.Counter(), collections.Counter(), 0
+    times, scheduled, unknown = collections.Counter(), set(), 0
     for x in reversed(program):  # a caller stands below what it calls
-        if x.is_entry:
-            runs[x.computation] = inside[x.computation] = 1
-        if x.is_root or x.opcode == "while" or _CALLED.search(x.line):
-            trips, loop = _TRIPS.search(x.line), _LOOP.search(x.line)
-            times = int(trips[1]) if trips else 1
-            unknown += loop is not None and trips is None
-            for name in loop.groups() if loop else ():
-                runs[name] += runs[x.computation] * times
-            for name in (*(loop.groups() if loop else ()), *_CALLED.findall(x.line)):
-                inside[name] += inside[x.computation] * times
-    return runs, inside, unknown
-
-
-class _Slices(NamedTuple):
-    """What a fusion reads and writes that slices its operands, or updates a slice."""
-
-    read: dict[int, int]  # bytes, by the index of an operand that is read by slices
-    written: int | None  # the bytes of its result; None: all of it
-
-
-def _slices(fused: list[Instruction]) -> dict[str, _Slices]:
-    found = {}
-    for name, group in itertools.groupby(fused, lambda x: x.computation):
-        parameter: dict[str, int] = {}  # that a name stands for
-        sizes: dict[str, int] = {}
-        updates: dict[str, int] = {}  # the bytes of the slice that is written
-        read, whole, written = collections.Counter(), set(), None
-        for x in group:
-            sizes[x.name] = sum(a.size for a in x.arrays)
-            first, others = next(iter(x.operands), ""), x.operands[1:]
-            if x.opcode == "parameter":
-                parameter[x.name] = int(_NUMBER.findall(x.line)[0])
-            elif x.opcode == "bitcast":
-                for known in (parameter, updates):
-                    if first in known:
-                        known[x.name] = known[first]
-            elif x.opcode in _SLICES:
-                is_read = x.opcode == _SLICES[0]
-                if first in parameter:
-                    read[parameter[first]] += sizes[x.name] * is_read
-                if not is_read:
-                    updates[x.name] = sizes[others[0]]
-                whole.update(parameter[y] for y in others if y in parameter)
-            else:
-                whole.update(parameter[y] for y in x.operands if y in parameter)
-            if x.is_root:
-                parts = x.operands if x.opcode == "tuple" else [x.name]
-                if not updates.keys().isdisjoint(parts):
-                    written = sum(updates.get(y, sizes[y]) for y in parts)
-        read = {i: n for i, n in read.items() if i not in whole}
-        found[name] = _Slices(read, written)
-    return found
-
-
-def itemsize(dtype: str) -> int:
-    """Return the bytes of a number, of a dtype as XLA calls it."""
-    return _BYTES.get(dtype, 4)
+        if x.is_entry and not scheduled:
+            times[x.computation] = 1
+            scheduled.add(x.computation)
+        trips = _TRIPS.search(x.line)
+        for name in x.called:
+            times[name] += times[x.computation] * (int(trips[1]) if trips else 1)
+        if x.opcode == "while":
+            unknown += trips is None
+            if x.computation in scheduled:
+                scheduled.update(x.called)
+    return times, scheduled, unknown
 
 
 def _half_adders(program: list[Instruction]) -> set[str]:
     """Return the names of the computations that add numbers in half precision."""
     adds = {x.computation for x in program if x.opcode == "add"}
-    return {
-        x.computation
-        for x in program
-        if x.computation in adds and any(a.dtype in ("f16", "bf16") for a in x.arrays)
+    half = {
+        x.computation for x in program for a in x.arrays if a.dtype in ("f16", "bf16")
     }
+    return adds & half
 
 
-def _arrays(shape: str) -> list[Array]:
-    """Return the arrays of a shape, which may be a tuple of them."""
-    found = []
-    for dtype, dims, layout in _ARRAY.findall(shape):
-        size = itemsize(dtype) * math.prod(int(d) for d in dims.split(",") if d)
-        found.append(Array(dtype, not dims, size, _SCRATCH in layout))
-    return found
+def _piece(x: Instruction, fused: set[str]) -> tuple[Any, ...]:
+    """Return what the pieces of a collective have in common, if it is in pieces."""
+    channel = _CHANNEL.search(x.line)
+    if channel is None or x.computation not in fused:
+        return (x.name,)
+    return (channel.group(), *x.arrays, *_METADATA.findall(x.line))
 
 
 def _is_free(x: Instruction) -> bool:
-    is_name = x.opcode in (*_FREE, "while") or x.opcode.endswith("-done")
+    is_name = x.opcode in _FREE or x.opcode.endswith("-done")
     return is_name or (x.opcode == "custom-call" and bool(_FREE_CALLS.search(x.line)))
 
 
@@ -291,29 +269,73 @@ def _is_kernel(x: Instruction) -> bool:
     return is_opaque or not all(a.is_scalar for a in x.arrays)
 
 
-def _traffic(x: Instruction, sizes: dict[str, int], slices: dict[str, _Slices]) -> int:
-    """Return the bytes that an instruction reads and writes."""
-    if _is_free(x):
-        return 0
-    if x.opcode in ("copy-start", "slice-start"):
-        # From and to, and then what keeps count of it.
-        size = min(a.size for a in x.arrays[:2])
-        return size * sum(not a.is_scratch for a in x.arrays[:2])
-    if x.opcode in _SLICES:  # the slice, which is read and written
-        return 2 * sizes[x.name if x.opcode == _SLICES[0] else x.operands[1]]
-    called = _FUSED.search(x.line)
-    of = slices.get(called[1]) if called else None
-    of = of or _Slices({}, None)
-    read = (of.read.get(i, sizes.get(y, 0)) for i, y in enumerate(x.operands))
-    return sum(read) + (sizes[x.name] if of.written is None else of.written)
-
-
-def _left(arrays: list[Array], opcode: str) -> list[Array]:
+def _left(x: Instruction) -> Sequence[Array]:
     """Return what a collective leaves, without its operands.
 
     Of one that has started, the shape has what it reads as well: not of an all-reduce.
     """
-    if not opcode.endswith("-start") or opcode == "all-reduce-start":
-        return arrays
-    arrays = [a for a in arrays if not a.is_scalar]
+    if not x.opcode.endswith("-start") or x.opcode == "all-reduce-start":
+        return x.arrays
+    arrays = [a for a in x.arrays if not a.is_scalar]
     return arrays[len(arrays) // 2 :]
+
+
+class _Traffic:
+    """What instructions read and write, in bytes."""
+
+    def __init__(self, program: list[Instruction]):
+        self._by_name = {x.name: x for x in program}
+        self._readers = collections.defaultdict(list)
+        self._parameters: dict[tuple[str, int], Instruction] = {}
+        self._roots = {x.computation: x for x in program if x.is_root}
+        for x in program:
+            if x.opcode == "parameter":
+                number = int(_NUMBER.findall(x.line)[0])
+                self._parameters[x.computation, number] = x
+            for name in x.operands:
+                self._readers[name].append(x)
+
+    def of(self, x: Instruction) -> int:
+        if _is_free(x):
+            return 0
+        if x.opcode in ("copy-start", "slice-start"):
+            # From and to, and then what keeps count of it.
+            ends = x.arrays[:2]
+            return min(a.bytes for a in ends) * sum(not a.is_scratch for a in ends)
+        if x.opcode == _READ:
+            return 2 * x.size
+        if x.opcode == _UPDATE:
+            return 2 * self._size(x.operands[1])
+        if x.opcode != "fusion":
+            return sum(map(self._size, x.operands)) + x.size
+        (fused,) = x.called
+        read = sum(
+            self._read(self._parameters.get((fused, i)), self._size(name))
+            for i, name in enumerate(x.operands)
+        )
+        return read + min(x.size, self._written(self._roots[fused]))
+
+    def _size(self, name: str) -> int:
+        return self._by_name[name].size if name in self._by_name else 0
+
+    def _read(self, x: Instruction | None, size: int) -> int:
+        """Return the bytes that a fusion reads of a parameter: all, or slices."""
+        if x is None or x.is_root:
+            return size
+        total = 0
+        for reader in self._readers[x.name]:
+            if reader.opcode == "bitcast":
+                total += self._read(reader, size)
+            elif reader.opcode not in (_READ, _UPDATE) or reader.operands[0] != x.name:
+                return size
+            elif reader.opcode == _READ:
+                total += reader.arrays[0].bytes
+        return min(total, size)
+
+    def _written(self, x: Instruction) -> int:
+        """Return the bytes that a fusion writes of its result: all, or a slice."""
+        if x.opcode in ("tuple", "bitcast"):
+            names = (name for name in x.operands if name in self._by_name)
+            return sum(self._written(self._by_name[name]) for name in names)
+        written = self._by_name[x.operands[1]] if x.opcode == _UPDATE else x
+        return sum(array.bytes for array in written.arrays)

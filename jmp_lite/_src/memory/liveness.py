@@ -18,19 +18,12 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.memory import hlo
 
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_BODIES = re.compile(
-    r"(?:body|condition|to_apply|true_computation|false_computation)=%?([\w.-]+)"
-    r"|branch_computations=\{([^}]*)\}"
-)
-_CALLS = re.compile(r"calls=%?([\w.-]+)")
 _INDEX = re.compile(r", index=([0-9]+)")
 _NAMES = ("tuple", "get-tuple-element", "bitcast", "opt-barrier", "while")
 _GIVEN = ("parameter", "constant")
@@ -48,39 +41,72 @@ _INNER = re.compile(
 )
 
 
-class Live(NamedTuple):
-    layer: str  # the name-scope path of what made it
-    operation: str  # its primitive, or XLA's instruction
-    dtype: str  # as XLA calls it: "bf16"
-    size: int  # in bytes
-    made_in: str  # "forward" or "backward"; "" outside of differentiation
-    elements: int
+GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
 
 
-# An instruction, and the name stack of what it is made of.
-_Instruction = tuple[hlo.Instruction, str]
+@dataclasses.dataclass(frozen=True)
+class LiveRow:
+    """Arrays in memory at the peak, a row of what `of_step` found.
+
+    Attributes:
+      kind: `"gradients"`: of the backward pass, with the size of a parameter;
+        `"activations"`: of the forward pass; `"temporaries"`: all others.
+      layer: the name-scope path of what made them, `""` outside any scope.
+      operation: its primitive, or XLA's instruction.
+      dtype: as XLA calls it: `"bf16"`.
+      arrays: how many.
+      bytes: all of them.
+    """
+
+    kind: str
+    layer: str
+    operation: str
+    dtype: str
+    arrays: int
+    bytes: int
 
 
 @dataclasses.dataclass(eq=False)
 class _Array:
-    live: Live
+    array: hlo.Array
+    opcode: str
+    op_name: str  # of what made it; of the loop that fills it, if that has none
     last_read: int  # the step that reads it last
-    is_named: bool  # whether XLA says what it is made of
+
+    def row(self, parameter_sizes: Collection[int]) -> tuple[str, str, str, str]:
+        """Return what the arrays of a row have in common."""
+        kind = TEMPORARIES
+        if name_scopes.is_backward(self.op_name, around=False):
+            if self.array.elements in parameter_sizes:
+                kind = GRADIENTS
+        elif "jvp(" in self.op_name or name_scopes.REMATTED in self.op_name:
+            kind = ACTIVATIONS
+        layer, operation = place(self.op_name)
+        return kind, layer, operation or self.opcode, self.array.dtype
 
 
-def at_peak(text: str) -> list[Live]:
+def at_peak(text: str, parameter_sizes: Collection[int] = ()) -> tuple[LiveRow, ...]:
     """Return what is at the peak of a scheduled program beside arguments and results.
 
-    The text is that of its HLO module.
+    The text is that of its HLO module; sizes are numbers of elements. The largest rows
+    are first.
     """
-    computations, entry = _parse(text)
+    computations, entry = collections.defaultdict(list), ""
+    for x in hlo.parse(text):
+        computations[x.computation].append(x)
+        entry = x.computation if x.is_entry else entry
 
     @functools.cache
-    def of_body(name: str) -> list[Live]:
-        # Its results are in the memory of what it carries, or counted outside.
-        return _peak(computations.get(name, []), of_body)
+    def of_computation(name: str) -> list[_Array]:
+        # Results of one that is called are in what it carries, or counted outside.
+        return _peak(computations[name], of_computation)
 
-    return of_body(entry)
+    rows: dict[tuple[str, str, str, str], list[int]] = collections.defaultdict(list)
+    for x in of_computation(entry):
+        if x.array.size:
+            rows[x.row(parameter_sizes)].append(x.array.size)
+    found = [LiveRow(*row, len(sizes), sum(sizes)) for row, sizes in rows.items()]
+    return tuple(sorted(found, key=lambda row: -row.bytes))
 
 
 def place(op_name: str) -> tuple[str, str]:
@@ -101,118 +127,55 @@ def place(op_name: str) -> tuple[str, str]:
     return name_scopes.without_marks(name_scopes.clean(kept)), operation
 
 
-def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """Return the instructions of each computation, and the name of the entry."""
-    computations, entry = collections.defaultdict(list), ""
-    op_names: dict[str, str] = {}  # of instructions, and of computations
-    for x in hlo.parse(text):
-        entry = x.computation if x.is_entry else entry
-        # A fusion may have none, and is of its last instruction that has one; a copy
-        # that XLA adds is of what it copies.
-        sources = [*_CALLS.findall(x.line), *x.operands[:1]]
-        known = (op_names[y] for y in sources if op_names.get(y))
-        found = _OP_NAME.search(x.line)
-        op_names[x.name] = _unescaped(found[1]) if found else next(known, "")
-        op_names[x.computation] = op_names[x.name] or op_names.get(x.computation, "")
-        computations[x.computation].append((x, op_names[x.name]))
-    return computations, entry
-
-
-def _unescaped(name: str) -> str:
-    """Return a name that XLA writes with the escapes of C, of bytes of UTF-8."""
-    text = name.encode().decode("unicode_escape")
-    return text.encode("latin-1").decode(errors="replace")
-
-
 def _peak(
-    instructions: Sequence[_Instruction], of_body: Callable[[str], list[Live]]
-) -> list[Live]:
+    program: Sequence[hlo.Instruction], of_computation: Callable[[str], list[_Array]]
+) -> list[_Array]:
     """Return what is in memory at the peak of a computation, of what it makes.
 
-    `of_body` returns the same of a computation that the instructions call.
+    `of_computation` returns the same of one that the instructions call.
     """
-    values: dict[str, list[_Array | None]] = {}  # None: given
-    steps, root = [], set()
-    for step, (x, op_name) in enumerate(instructions):
-        read = [array for operand in x.operands for array in values.get(operand, [])]
-        if x.opcode == "get-tuple-element":
-            index = int(found[1]) if (found := _INDEX.search(x.line)) else 0
-            read = read[index : index + 1]
-        for array in filter(None, read):
+    values: dict[str, list[_Array]] = {}  # what stands behind a name
+    steps = []
+    for step, x in enumerate(program):
+        read = [array for name in x.operands for array in values.get(name, [])]
+        if x.opcode == "get-tuple-element" and (index := _INDEX.search(x.line)):
+            read = read[int(index[1]) :][:1]
+        for array in read:
             array.last_read = step
-            if x.opcode == "while" and not array.is_named:  # it is for the loop to fill
-                array.live = array.live._replace(**_origin(op_name))
-                array.is_named = True
-        made = []
-        if x.opcode in _GIVEN:
-            values[x.name] = [None] * len(x.arrays)
-        elif x.opcode in _NAMES or x.opcode.endswith("-start"):
-            values[x.name] = read  # what has started reads until it is done
-        else:
-            is_named = bool(op_name)
-            made = [_Array(_live(x, op_name, a), step, is_named) for a in x.arrays]
-            values[x.name] = list(made)
-        if x.is_root:
-            root = set(values[x.name])
-        steps.append((x, made, list(filter(None, read))))
-    # Results are in memory that there is already.
-    steps = [(x, [a for a in made if a not in root], read) for x, made, read in steps]
-    return _follow(steps, of_body)
-
-
-def _follow(
-    steps: Sequence[tuple[hlo.Instruction, list[_Array], list[_Array]]],
-    of_body: Callable[[str], list[Live]],
-) -> list[Live]:
-    """Return what is in memory at the step at which it is the most."""
+            if x.opcode == "while":  # what has no name is for the loop to fill
+                array.op_name = array.op_name or x.op_name
+        # What has started reads until it is done.
+        is_name = x.opcode in _NAMES or x.opcode.endswith("-start")
+        made = [_Array(array, x.opcode, x.op_name, step) for array in x.arrays]
+        values[x.name] = read if is_name else made
+        steps.append((x, [] if is_name or x.opcode in _GIVEN else made, read))
+    results = {array for x in program if x.is_root for array in values[x.name]}
     live: dict[_Array, None] = {}
     now, most, largest = 0, -1, []
     for step, (x, made, read) in enumerate(steps):
-        bodies = _bodies(x.line) if x.opcode in _OPENED else []
-        inside = max(map(of_body, bodies), key=_total, default=[])
+        bodies = x.called if x.opcode in _OPENED else []
+        inside = max(map(of_computation, bodies), key=_total, default=[])
+        ending = [a for a in {*made, *read} if a.last_read == step]
         for array in made:
+            if array in results:  # in memory that there is already
+                continue
             # It may take the memory of what is read for the last time.
-            size, is_elementwise = array.live.size, _ELEMENTWISE.search(x.line)
-            ends = (a for a in read if a in live and a.last_read == step)
-            over = next((a for a in ends if a.live.size == size), None)
-            if over and is_elementwise:
+            size = array.array.size
+            same = (a for a in read if a in live and a in ending)
+            over = next((a for a in same if a.array.size == size), None)
+            if over is not None and _ELEMENTWISE.search(x.line):
                 del live[over]
-                now -= over.live.size
+                now -= size
             live[array] = None
             now += size
         if now + _total(inside) > most:
-            most = now + _total(inside)
-            largest = [*(array.live for array in live), *inside]
-        for array in {*made, *read}:
-            if array.last_read <= step and array in live:
+            most, largest = now + _total(inside), [*live, *inside]
+        for array in ending:
+            if array in live:
                 del live[array]
-                now -= array.live.size
+                now -= array.array.size
     return largest
 
 
-def _total(found: Iterable[Live]) -> int:
-    return sum(x.size for x in found)
-
-
-def _bodies(line: str) -> list[str]:
-    """Return the names of the computations that an instruction runs."""
-    found = [name for pair in _BODIES.findall(line) for name in pair if name]
-    return [name.strip().lstrip("%") for names in found for name in names.split(",")]
-
-
-def _live(x: hlo.Instruction, op_name: str, array: hlo.Array) -> Live:
-    origin = _origin(op_name)
-    return Live(
-        **origin | {"operation": origin["operation"] or x.opcode},
-        dtype=array.dtype,
-        size=0 if array.is_scratch else array.size,
-        elements=array.size // hlo.itemsize(array.dtype),
-    )
-
-
-def _origin(op_name: str) -> dict[str, str]:
-    layer, operation = place(op_name)
-    is_backward = name_scopes.is_backward(op_name, around=False)
-    is_forward = "jvp(" in op_name or name_scopes.REMATTED in op_name
-    made_in = "backward" if is_backward else "forward" if is_forward else ""
-    return {"layer": layer, "operation": operation, "made_in": made_in}
+def _total(found: Iterable[_Array]) -> int:
+    return sum(x.array.size for x in found)

@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jmp_lite._src import arguments, compat, trees
 from jmp_lite._src.autocast import products
-from jmp_lite._src.jaxprs import control_flow
+from jmp_lite._src.jaxprs import tracing
+from jmp_lite._src.jaxprs.core import Jaxpr
 from jmp_lite._src.memory import devices
 
 _SHARDED = (
@@ -33,7 +34,6 @@ class Program:
     kwargs: Mapping[str, Any]
     result: Any  # the shapes of what it returns
     flops: int  # multiplications and additions in its matrix products
-    platform: str  # "cpu", "cuda" or "tpu"
     count: int  # how many devices it is for
 
 
@@ -43,7 +43,7 @@ def build(
     kwargs: dict[str, Any],
     device: str | None,
     count: int | None,
-    donate_argnums: int | Sequence[int],
+    donate_argnums: Sequence[int],
 ) -> Program:
     """Compile a step; arguments as those of `of_step`."""
     name = getattr(step, "__name__", repr(step))
@@ -54,6 +54,12 @@ def build(
             f"{name}: {error}. Call of_step({name})(...) with the arguments of {name}, "
             "or with their shapes (jax.ShapeDtypeStruct)."
         ) from None
+    given = len(args) + len(kwargs)
+    if wrong := [i for i in donate_argnums if not -given <= i < given]:
+        raise ValueError(
+            f"donate_argnums has {wrong[0]}, and {name} is given {given} arguments: "
+            f"their indices are 0 to {given - 1}."
+        )
     mesh = _mesh_for(device, count, (args, kwargs))
     if mesh is not None:
         place = functools.partial(_place, mesh)
@@ -67,18 +73,16 @@ def build(
         ) from error
     jaxpr = getattr(traced, "traced", traced).jaxpr  # nnx wraps what JAX traced
     lowered = traced.lower()
-    platform = _platform(mesh, (args, kwargs))
+    platform = mesh.devices.flat[0].platform if mesh else jax.default_backend()
     compiled = _compile(getattr(lowered, "lowered", lowered), platform)
-    meshes = [x.mesh for x in _shardings((args, kwargs))]
-    size = mesh.size if mesh else max((x.size for x in meshes), default=1)
+    size = max((x.mesh.size for x in _shardings((args, kwargs))), default=1)
     return Program(
         compiled=compiled,
-        text=compiled.as_text(),
+        text=compiled.as_text() or "",
         args=args,
         kwargs=kwargs,
         result=result,
         flops=_flops(compat.open_jaxpr(jaxpr)),
-        platform=platform,
         count=size,
     )
 
@@ -117,44 +121,30 @@ def _place(mesh: Mesh, x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _platform(mesh: Mesh | None, args: Any) -> str:
-    if mesh is not None:
-        return mesh.devices.flat[0].platform
-    meshes = [x.mesh for x in _shardings(args) if isinstance(x.mesh, Mesh)]
-    return meshes[0].devices.flat[0].platform if meshes else jax.default_backend()
-
-
 def _trace(
-    step: Any, args: Any, kwargs: Any, donate_argnums: int | Sequence[int]
+    step: Any, args: Any, kwargs: Any, donate_argnums: Sequence[int]
 ) -> tuple[Any, Any]:
     """Return a step as JAX traces it, and the shapes of its result."""
     if hasattr(step, "trace"):  # it is jitted, by JAX or nnx
-        if donate_argnums != ():
+        if donate_argnums:
             step = jax.jit(step, donate_argnums=donate_argnums)
         traced = step.trace(*args, **kwargs)
         return traced, getattr(traced, "out_info", None)
     result = None
-    static = {
-        path: x
-        for path, x in jax.tree_util.tree_leaves_with_path((args, kwargs))
-        if not trees.is_array(x)
-    }
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = [i for i, x in enumerate(leaves) if trees.is_array(x)]
 
     @functools.wraps(step)
     def of_arrays(*args, **kwargs):
         nonlocal result
-        args, kwargs = jax.tree_util.tree_map_with_path(
-            lambda path, x: static.get(path, x),
-            (args, kwargs),
-            is_leaf=lambda x: x is None,
-        )
+        traced = jax.tree.leaves((args, kwargs))
+        args, kwargs = tracing.fill(tree, leaves, arrays, traced)
         made = step(*args, **kwargs)
         result = jax.tree.map(_shape_of, made)
         return [x for x in jax.tree.leaves(made) if trees.is_array(x)]
 
-    args, kwargs = jax.tree.map(
-        lambda x: x if trees.is_array(x) else None, (args, kwargs)
-    )
+    without = [x if trees.is_array(x) else None for x in leaves]
+    args, kwargs = jax.tree.unflatten(tree, without)
     jitted = jax.jit(of_arrays, donate_argnums=donate_argnums)
     return jitted.trace(*args, **kwargs), result
 
@@ -178,19 +168,20 @@ def _compile(lowered: Any, platform: str) -> Any:
         ) from error
 
 
-def _flops(jaxpr: Any) -> int:
-    """Return the FLOPs of the matrix products of a jaxpr; loops by their trips."""
+def _flops(jaxpr: Jaxpr) -> int:
+    """Return the FLOPs of the matrix products of a jaxpr: of a branch, the most.
+
+    The body of a scan counts by its length, that of another loop once.
+    """
 
     @functools.cache
-    def count(jaxpr: Any) -> int:
+    def count(jaxpr: Jaxpr) -> int:
         total = 0
         for eqn in jaxpr.eqns:
             inside = [count(body) for body in compat.jaxprs_of(eqn)]
-            if eqn.primitive.name == "cond":
-                inside = [max(inside, default=0)]
-            if any(inside):
-                ints = [control_flow.integer(v, {}) for v in eqn.invars]
-                total += sum(inside) * (control_flow.trips(eqn, ints) or 1)
+            is_scan, is_cond = (eqn.primitive.name == x for x in ("scan", "cond"))
+            times = eqn.params["length"] if is_scan else 1
+            total += times * (max(inside) if is_cond else sum(inside))
             total += products.flops(eqn)
         return total
 

@@ -18,24 +18,18 @@ import jax
 
 from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast import products
-from jmp_lite._src.autocast.transform import check_function, takes_function
+from jmp_lite._src.autocast.transform import (
+    autocast,
+    check_function,
+    takes_function,
+)
 from jmp_lite._src.jaxprs import control_flow, core, name_scopes, sources, tracing
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import CAST, LOOPS, Fact, facts
+from jmp_lite._src.policy import Policy, PolicyMap
 from jmp_lite._src.reports import size
 
 P = ParamSpec("P")
-
-# Why an array is kept and what to do: of a plain program, and under autocast.
-_AGAIN = "save_products computes it again"
-_PRODUCT = "a product in float32: half under autocast", "a product in float32"
-_SOFTMAX = "of a softmax: autocast keeps half probabilities alone", "of a softmax"
-_NORM = f"of a norm: autocast or {_AGAIN}", f"of a norm: {_AGAIN}"
-_MASK = f"a mask: {_AGAIN}", f"a mask: {_AGAIN}"
-_CHEAP = f"elementwise: autocast or {_AGAIN}", f"elementwise: {_AGAIN}"
-_OF_ARGUMENT = "a copy of an argument: save_products makes it again"
-_COPY = _OF_ARGUMENT, _OF_ARGUMENT
-_NONE = "", ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +135,9 @@ def _cells(rows: list[SavedArray]) -> list[str]:
 
 
 @takes_function
-def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
+def saved(
+    fun: Callable[P, Any], policy: Policy | PolicyMap | str | None = None
+) -> Callable[P, SavedReport]:
     """Return a function of the same arguments that lists what its gradient keeps.
 
     These are the residuals of `jax.vjp` by all arguments, as
@@ -150,6 +146,7 @@ def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
 
     Args:
       fun: the function, a loss say; it returns arrays.
+      policy: that of `autocast`, which the function then runs under; None: as it is.
 
     Returns:
       A function that returns a `SavedReport`; nothing is computed, and arguments may be
@@ -157,6 +154,7 @@ def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
 
     Raises:
       TypeError: `fun` is no function, or has arguments besides those of the call.
+      ValueError: as `autocast`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -170,9 +168,8 @@ def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
       >>> [row.line for row in report.arguments]
       ['x', 'w']
     """
-    check_function(fun, "saved")
-
-    of_any: Callable[..., Any] = fun
+    check_function(fun, "saved", policy)
+    of_any: Callable[..., Any] = fun if policy is None else autocast(fun, policy)
 
     @functools.wraps(fun)
     def residuals(*args: P.args, **kwargs: P.kwargs) -> list[Any]:
@@ -190,16 +187,16 @@ def saved(fun: Callable[P, Any]) -> Callable[P, SavedReport]:
         jaxpr = compat.open_jaxpr(tracing.trace(residuals, args, kwargs).closed)
         names = list(jaxpr.debug_info.arg_names or ())
         names += [""] * (len(jaxpr.invars) - len(names))
-        arguments = {id(v): name for v, name in zip(jaxpr.invars, names, strict=True)}
+        arguments = dict(zip(jaxpr.invars, names, strict=True))
         rows, given = [], []
         made_in = functools.cache(_Made)
         for var in {id(v): v for v in jaxpr.outvars}.values():
             found = _find(jaxpr, var, made_in)
-            name = arguments.get(id(found.var))
-            if name is not None:
-                given.append(_row(found.var, "", "argument", name))
-            else:
+            if compat.is_literal(found.var) or found.var not in arguments:
                 rows.append(found.row(var))
+            else:
+                name = arguments[found.var]
+                given.append(_row(found.var, "", "argument", name))
         by_bytes = functools.partial(sorted, key=lambda row: -row.bytes)
         return SavedReport(tuple(by_bytes(rows)), tuple(by_bytes(given)))
 
@@ -214,11 +211,12 @@ class _Found(NamedTuple):
     line: str = ""
 
     def row(self, var: Var) -> SavedArray:
-        name = self.eqn.primitive.name if self.eqn else "constant"
-        hints = self.around.hints(self.eqn, self.var) if self.eqn else _NONE
-        hint = hints[name_scopes.AUTOCAST in self.layer.split("/")]
         layer = name_scopes.without_marks(self.layer)
-        return _row(var, layer, name, self.line, hint)
+        if self.eqn is None:
+            return _row(var, layer, "constant", self.line)
+        is_autocast = name_scopes.AUTOCAST in self.layer.split("/")
+        hint = self.around.hint(self.eqn, self.var, is_autocast)
+        return _row(var, layer, self.eqn.primitive.name, self.line, hint)
 
 
 def _row(var: Var, layer: str, operation: str, line: str, hint: str = "") -> SavedArray:
@@ -228,7 +226,7 @@ def _row(var: Var, layer: str, operation: str, line: str, hint: str = "") -> Sav
 
 
 class _Made:
-    """What made the variables of a jaxpr, and what reads them."""
+    """What made the variables of a jaxpr."""
 
     def __init__(self, jaxpr: Jaxpr):
         self.by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -236,51 +234,36 @@ class _Made:
         divisions = [jaxpr.eqns[i] for i in products.find_softmaxes(jaxpr)]
         self._of_softmax = {v for e in divisions for v in (e.outvars[0], e.invars[0])}
 
-    def hints(self, eqn: Eqn, var: Var) -> tuple[str, str]:
-        of_eqn = facts(eqn.primitive.name)
+    def hint(self, eqn: Eqn, var: Var, is_autocast: bool) -> str:
+        """Return why an array is kept, and what to do about it."""
+        of_eqn, again = facts(eqn.primitive.name), "save_products computes it again"
         if core.is_bool(var):
-            return _MASK
-        source = self._before_moves(eqn.outvars[0])
-        if not compat.is_literal(source) and source in self._given:
-            return _COPY
-        if not core.is_f32(var):
-            return _NONE
+            return f"a mask: {again}"
+        if self._is_copy(var):
+            return "a copy of an argument: save_products makes it again"
+        if not core.is_f32(var) or products.is_half_product(eqn):
+            return ""
         if of_eqn & Fact.PRODUCT:
-            return _NONE if products.is_half_product(eqn) else _PRODUCT
+            product = "a product in float32"
+            return product if is_autocast else f"{product}: half under autocast"
         if var in self._of_softmax:
-            return _SOFTMAX
-        if self._reads_statistic(eqn):
-            return _NORM
-        is_cheap = of_eqn & Fact.ELEMENTWISE and not of_eqn & Fact.LINEAR
-        return _CHEAP if is_cheap else _NONE
+            half = "of a softmax: autocast keeps half probabilities alone"
+            return "of a softmax" if is_autocast else half
+        if not of_eqn & Fact.ELEMENTWISE:
+            return ""
+        if is_autocast or of_eqn & Fact.LINEAR:  # autocast computes no sums again
+            return f"elementwise: {again}"
+        return f"elementwise: autocast or {again}"
 
-    def _before_moves(self, var: Var) -> Var:
-        """Return what a variable is a cast or a move of, or itself."""
+    def _is_copy(self, var: Var) -> bool:
+        """Return whether a variable is a cast or a move of an argument."""
         while not compat.is_literal(var) and (eqn := self.by.get(var)) is not None:
             of_eqn = facts(eqn.primitive.name)
             is_move = of_eqn & Fact.MOVES and not of_eqn & Fact.CHOOSES
             if not is_move and eqn.primitive.name != CAST:
-                break
+                return False
             var = eqn.invars[0]
-        return var
-
-    def _reads_statistic(self, eqn: Eqn) -> bool:
-        """Return whether an operand is a mean, or a root of one, that is broadcast."""
-        largest = max(map(core.size, eqn.outvars))
-        for var in core.variables(eqn.invars):
-            source = self._before_moves(var)
-            is_small = core.size(source) < largest and not compat.is_literal(source)
-            if is_small and self._is_of_sum(source):
-                return True
-        return False
-
-    def _is_of_sum(self, var: Var, steps: int = 6) -> bool:
-        eqn = self.by.get(var)
-        if eqn is None or steps == 0:
-            return False
-        if facts(eqn.primitive.name) & Fact.SUMS:
-            return True
-        return any(self._is_of_sum(v, steps - 1) for v in core.variables(eqn.invars))
+        return not compat.is_literal(var) and var in self._given
 
 
 def _next_carry(eqn: Eqn, sub: control_flow.SubJaxpr, found: _Found) -> Var | None:

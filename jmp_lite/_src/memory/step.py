@@ -14,36 +14,18 @@ from jmp_lite._src.autocast.transform import check_function
 from jmp_lite._src.memory import classes as roles
 from jmp_lite._src.memory import devices as targets
 from jmp_lite._src.memory import hlo, liveness, program
+from jmp_lite._src.memory.liveness import (
+    ACTIVATIONS,
+    GRADIENTS,
+    TEMPORARIES,
+    LiveRow,
+)
 from jmp_lite._src.memory.saved import total
 from jmp_lite._src.reports import size
 
 P = ParamSpec("P")
 
-GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
 RESULTS = "results"
-_UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
-
-
-@dataclasses.dataclass(frozen=True)
-class LiveRow:
-    """Arrays in memory at the peak, a row of what `of_step` found.
-
-    Attributes:
-      kind: `"gradients"`: of the backward pass, with the size of a parameter;
-        `"activations"`: of the forward pass; `"temporaries"`: all others.
-      layer: the name-scope path of what made them, `""` outside any scope.
-      operation: its primitive, or XLA's instruction.
-      dtype: as XLA calls it: `"bf16"`.
-      arrays: how many.
-      bytes: all of them.
-    """
-
-    kind: str
-    layer: str
-    operation: str
-    dtype: str
-    arrays: int
-    bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +45,7 @@ class StepReport(reports.Report):
       donated: bytes of arguments whose memory a result takes over.
       temporaries: what the program allocates beside arguments and results.
       live: what is in memory at the peak beside arguments and results, the largest
-        first.
+        first, in rows of `kind`, `layer`, `operation`, `dtype`, `arrays` and `bytes`.
       traffic: bytes that kernels read and write; loops by their trips.
       bytes_accessed: XLA's own count of them, with the bodies of loops once.
       flops: multiplications and additions in matrix products, on all devices together.
@@ -127,29 +109,29 @@ class StepReport(reports.Report):
         if self.limit is None:
             of = f" of {size(self.memory)}" if self.memory else ""
             return f"peak: {size(self.peak)}{of} {on}"
-        by = abs(self.limit - self.peak)
+        left = self.limit - self.peak
         name, largest = max(self.by_class.items(), key=lambda item: item[1])
-        most = f"largest: {name}, {size(largest)}"
-        answer = "yes, it fits" if self.fits else "no, it does not fit"
-        rest = "are left" if self.fits else "too much"
-        return f"{answer}: {size(self.peak)}, {size(by)} {rest}; {most}; {on}"
+        answer = f"yes, it fits: {size(self.peak)}, {size(left)} are left"
+        if not self.fits:
+            answer = f"no, it does not fit: {size(self.peak)}, {size(-left)} too much"
+        return f"{answer}; largest: {name}, {size(largest)}; {on}"
 
     def _table(self, every):
+        held = self.arguments | {RESULTS: self.by_class[RESULTS]}
         rows = [
-            (name, "", "argument", "", "", n) for name, n in self.arguments.items() if n
+            (name, "", "not donated" if name == RESULTS else "argument", "", "", n)
+            for name, n in held.items()
+            if n
         ]
-        if results := self.by_class[RESULTS]:
-            rows.append((RESULTS, "", "not donated", "", "", results))
         groups = collections.defaultdict(list)
         for row in self.live:
             layer = row.layer if every else ""
             groups[row.kind, layer, row.operation, row.dtype].append(row)
         for (kind, _, operation, dtype), found in groups.items():
-            n, arrays = (sum(getattr(x, f) for x in found) for f in ("bytes", "arrays"))
-            layer = reports.span(x.layer for x in found)
+            layer = reports.span(row.layer for row in found)
+            arrays, n = sum(x.arrays for x in found), sum(x.bytes for x in found)
             rows.append((kind, layer, operation, dtype, f"{arrays}", n))
         rows.sort(key=lambda row: -row[-1])
-        peak = max(self.peak, 1)
         notes = [
             f"temporaries {size(self.temporaries)}",
             f"donated {size(self.donated)}",
@@ -158,13 +140,16 @@ class StepReport(reports.Report):
             f"{self.traffic / 1e9:.3g} GB read and written",
             f"{self.flops:.3g} FLOPs in products",
         ]
+        if products := self.counts["products"]:
+            found = (f"{n} of {dtypes}" for dtypes, n in products.items())
+            notes.append(f"products, by the dtypes of operands: {', '.join(found)}")
         if loops := self.counts["loops_counted_once"]:
             notes.append(f"{loops} loops, whose trips are not known, count once")
         return reports.Table(
             (self.verdict, "in memory at the peak:"),
             ("class", "layer", "op", "dtype", "×", "size", "share"),
             [
-                (*cells, size(n), reports.percent(n / peak))
+                (*cells, size(n), reports.percent(n / max(self.peak, 1)))
                 for *cells, n in rows
                 if every or n > 0.001 * self.peak
             ],
@@ -229,17 +214,16 @@ def of_step(
     """
     check_function(step, "of_step")
     roles.check_classes(classes)
-    arguments.positions(donate_argnums, "donate_argnums", least=0)
+    donated = arguments.positions(donate_argnums, "donate_argnums", least=0)
     limit = None if fits is None else parse_bytes(fits)
-    if device is not None:
-        targets.find(device)
+    target = None if device is None else targets.find(device)
 
     def measure(*args: P.args, **kwargs: P.kwargs) -> StepReport:
         # Under `jax.disable_jit`, too, it is the program that `jit` compiles.
         with warnings.catch_warnings(), jax.disable_jit(False):
             if device is not None:  # what is slow here need not be slow there
                 warnings.filterwarnings("ignore", module=fp8.__name__)
-            built = program.build(step, args, kwargs, device, devices, donate_argnums)
+            built = program.build(step, args, kwargs, device, devices, donated)
         given = built.args, built.kwargs
         if not jax.tree.leaves(built.result):
             raise ValueError(
@@ -251,11 +235,14 @@ def of_step(
         arrays = filter(trees.is_array, jax.tree.leaves(given))
         pairs = list(zip(names, arrays, strict=True))
         parameters = [x for name, x in pairs if name == roles.PARAMETERS]
+        parameter_sizes = {
+            program.shard_bytes(x) // x.dtype.itemsize for x in parameters
+        }
         memory = built.compiled.memory_analysis()
         counts = hlo.count(built.text)._asdict()
-        target, kind = targets.DEVICES.get(device or ""), jax.devices()[0].device_kind
+        here = f"this machine ({jax.devices()[0].device_kind})"
         return StepReport(
-            device=target.title if target else f"this machine ({kind})",
+            device=target.title if target else here,
             devices=built.count,
             memory=target.memory if target else None,
             limit=limit,
@@ -265,7 +252,7 @@ def of_step(
             results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
             donated=memory.alias_size_in_bytes,
             temporaries=memory.temp_size_in_bytes,
-            live=_rows(liveness.at_peak(built.text), parameters),
+            live=liveness.at_peak(built.text, parameter_sizes),
             traffic=counts["traffic"],
             bytes_accessed=int(compat.cost_analysis(built.compiled)["bytes accessed"]),
             flops=built.flops,
@@ -291,27 +278,15 @@ def parse_bytes(text: str) -> int:
     """Return the number of bytes that a limit names; raise if it has no unit.
 
     Examples:
-      >>> parse_bytes("24GB"), parse_bytes("1.5 GiB")
-      (24000000000, 1610612736)
+      >>> parse_bytes("24GB"), parse_bytes("1.5 GiB"), parse_bytes("1kB")
+      (24000000000, 1610612736, 1000)
     """
-    found = re.fullmatch(r"([0-9.]+) ?(MB|GB|MiB|GiB)", str(text))
-    if found is None or found[1].count(".") > 1 or not float(found[1]):
+    form = r"([0-9]*\.?[0-9]+) ?([KMGT])(I?)B"
+    found = re.fullmatch(form, str(text).upper())
+    if found is None or not float(found[1]):
         raise ValueError(
             f'Expected a limit with its unit, such as fits="24GB" or "80GiB", got '
             f"{text!r}."
         )
-    return int(float(found[1]) * _UNITS[found[2]])
-
-
-def _rows(found: Sequence[liveness.Live], parameters: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what is live by layer, operation and dtype, the largest first."""
-    sizes = {program.shard_bytes(x) // x.dtype.itemsize for x in parameters}
-    groups: dict[tuple[str, str, str, str], list[int]] = collections.defaultdict(list)
-    for x in found:
-        kind = ACTIVATIONS if x.made_in == "forward" else TEMPORARIES
-        if x.made_in == "backward" and x.elements in sizes:
-            kind = GRADIENTS
-        if x.size:
-            groups[kind, x.layer, x.operation, x.dtype].append(x.size)
-    rows = [LiveRow(*key, len(x), sum(x)) for key, x in groups.items()]
-    return tuple(sorted(rows, key=lambda row: -row.bytes))
+    base = 1024 if found[3] else 1000
+    return int(float(found[1]) * base ** ("KMGT".index(found[2]) + 1))

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +14,8 @@ from jax.tree_util import Partial
 
 from jmp_lite._src import arguments, dtypes, reports
 from jmp_lite._src.autocast import transform
-from jmp_lite._src.autocast.options import resolve_rules
 from jmp_lite._src.gradients import check_arguments, split_aux
 from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
-from jmp_lite._src.numerics import half_results
 from jmp_lite._src.numerics.dry_run import Measured, measure
 from jmp_lite._src.numerics.faults import Fault, find_faults
 from jmp_lite._src.numerics.report import DryRunReport, OpStats
@@ -36,11 +34,6 @@ from jmp_lite._src.policy import (
 _HEADROOM = 8
 _LARGEST_SCALE = 2.0**24
 _ROUNDS = 12
-_UNSETTLED = (
-    "Results of products stay in float32: no set of layers was found whose half "
-    "results are safe. To choose layers yourself, give them a policy with a float16 "
-    "output."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,20 +41,16 @@ class Advice(reports.Report):
     """Which policy and loss scale fit a function.
 
     Args:
-      policy: the policy, with a rule for each layer that must compute in float32, for
-        those whose matrix products must not be in fp8, and in float16 for those whose
-        matrix products may have half results. Patterns match scopes of `autocast` and
-        modules of linen's `with_policy`.
+      policy: the policy, with a rule for each layer that must compute in float32, and
+        for those whose matrix products must not be in fp8. Patterns match scopes of
+        `autocast` and modules of linen's `with_policy`.
       loss_scale: a static scale that fits the gradients of this batch, for a
         `DynamicLossScale` to start from; `NoOpLossScale` if none is needed.
-      reasons: one sentence for each layer in float32, each that is not in fp8, each
-        that keeps float32 results, what half results save, the loss scale, and each
-        fault that is left.
+      reasons: one sentence for each layer in float32, each that is not in fp8, the loss
+        scale, and each fault that is left.
       left: faulty operations that are in no layer that a rule could name.
       report: the dry run of the scaled loss and its gradient, under this advice.
       in_float32: the layers that must compute in float32, each with its reason.
-      half_results: per layer whose results of matrix products could be half, why they
-        stay float32, `""` if they need not.
       not_in_fp8: the layers whose matrix products must be in bfloat16, not in fp8, each
         with its reason.
 
@@ -81,7 +70,6 @@ class Advice(reports.Report):
     left: tuple[OpStats, ...]
     report: DryRunReport
     in_float32: tuple[tuple[str, str], ...] = ()
-    half_results: tuple[tuple[str, str], ...] = ()
     not_in_fp8: tuple[tuple[str, str], ...] = ()
 
     def code(self) -> str:
@@ -125,7 +113,10 @@ class Advice(reports.Report):
             policy = PolicyMap(policy, fields["rules"], fields["allow_unused"])
         scale = fields["loss_scale"]
         report = DryRunReport._from_fields(fields["report"])
-        by_layer = "in_float32", "half_results", "not_in_fp8"
+        # Earlier versions kept float32 results of products of some layers in half.
+        before = [x for x in fields.pop("half_results", ()) if x[1]]
+        fields["in_float32"] = [*fields["in_float32"], *before]
+        by_layer = "in_float32", "not_in_fp8"
         return cls(
             policy=policy,
             loss_scale=NoOpLossScale() if scale == 1 else StaticLossScale(scale),
@@ -169,24 +160,21 @@ def advise(
     Dry-runs the scaled loss and its gradient on one batch. Finds the power of two that
     scales the largest gradient in half to an eighth of the largest number of the dtype.
     Puts each layer whose operations overflow, or have an error of more than 32
-    roundings, into float32; a layer with products in fp8 into bfloat16 first. Repeats
-    this until nothing changes. If an operation shows an error of another layer
-    (`1 - p`, where `p` was rounded to 1), that layer goes into float32.
-
-    In float16, `autocast` keeps results of matrix products in float32 unless only
-    products read them. Here, layers get half results in which every number that becomes
-    half by that, times `headroom`, is in the range, and nothing else loses its digits.
+    roundings, into float32; a layer with products in fp8 into bfloat16 first. In
+    float16, it does so with layers whose half results of the forward pass, times
+    `headroom`, are beyond 65504. Repeats this until nothing changes. If an operation
+    shows an error of another layer (`1 - p`, where `p` was rounded to 1), that layer
+    goes into float32.
 
     Args:
       loss_fn: returns a scalar loss, written in float32.
       policy: the policy to start from, as for `dry_run`.
       argnums: the arguments to differentiate with respect to.
       has_aux: whether `loss_fn` returns a pair of the loss and auxiliary data.
-      headroom: at least 1; later batches may be that many times larger than this one.
-        `math.inf` allows no half results beyond those of `autocast`.
+      headroom: at least 1 and finite; in other batches, numbers may be that many times
+        larger than in this one.
       previous: the advice for other batches, under the same policy. It becomes more
-        careful, never less: no layer leaves float32, none gets half results, and the
-        loss scale does not grow.
+        careful, never less: no layer leaves float32, and the loss scale does not grow.
 
     Returns:
       A function of the arguments of `loss_fn` that returns an `Advice`. A policy that
@@ -208,14 +196,15 @@ def advise(
       >>> print(advice.code())
       policy = jmp.PolicyMap('p=full,c=f16,o=full', {
           'huge': 'p=full,c=full,o=full',
-          '': 'p=full,c=f16,o=f16',
       })
       loss_scale = jmp.StaticLossScale(2.0**21)
       <BLANKLINE>
     """
     transform.check_function(loss_fn, "advise", policy)
     start, dtype = transform.check_policy(policy, "advise")
-    headroom = arguments.number(headroom, "headroom", "at least 1", lambda x: x >= 1)
+    headroom = arguments.number(
+        headroom, "headroom", "at least 1 and finite", lambda x: 1 <= x < math.inf
+    )
     arguments.flag(has_aux, "has_aux")
     arguments.positions(argnums, "argnums")
     if not isinstance(previous, Advice | None):
@@ -300,10 +289,8 @@ class _Search:
             without = self._turn(turn.scale, others)
             if len(without.faults) <= len(turn.faults):
                 turn, why = without, others
-        turn, results, saved = self._with_half_results(turn, why)
         gradients = self._gradients(turn.measured.report, turn.scale)
         loss_scale, reason = _as_loss_scale(gradients, turn.scale, self.dtype)
-        kept = dict.fromkeys(reason for reason in results.values() if reason)
         # The worst of those that one remedy repairs, as both operands of a product.
         left = {x.remedy(): x.left() for x in reversed(turn.faults)}
         advice = Advice(
@@ -312,50 +299,15 @@ class _Search:
             reasons=(
                 *why.values(),
                 *[text for x, text in self.not_in_fp8.items() if x not in why],
-                *kept,
-                *saved,
                 reason,
                 *reversed(left.values()),
             ),
             left=tuple(fault.row for fault in turn.faults),
             report=turn.measured.report,
             in_float32=tuple(why.items()),
-            half_results=tuple(results.items()),
             not_in_fp8=tuple(self.not_in_fp8.items()),
         )
         return advice, turn.measured.warning
-
-    def _with_half_results(
-        self, base: _Turn, why: dict[str, str]
-    ) -> tuple[_Turn, dict[str, str], list[str]]:
-        """Give half results to as many layers as were measured to allow it.
-
-        Returns the dry run with them; per layer, why it has none; what they save.
-        """
-        if self.dtype != jnp.float16 or math.isinf(self.headroom):
-            return base, {}, []
-        trial, ran_with = self._turn(base.scale, why, everywhere=True), None
-        results: dict[str, str] = {}
-        for _ in range(_ROUNDS):
-            found = half_results.gained(base.measured.report, trial.measured.report)
-            if ran_with is None:
-                results = dict.fromkeys((row.layer for row in found), "")
-                if self.previous:
-                    results = {x: half_results.not_measured(x) for x in results}
-                    results |= dict(self.previous.half_results)
-                found = [row for row in found if not results[row.layer]]
-            half = [layer for layer, reason in results.items() if not reason]
-            known = set(map(_place, base.faults))
-            faults = [fault for fault in trial.faults if _place(fault) not in known]
-            unsafe = half_results.out_of_range(
-                found, half, self.headroom, self.dtype
-            ) or (half_results.inaccurate(faults, half) if ran_with else {})
-            if results == ran_with and not unsafe and trial.fitting == trial.scale:
-                saved = half_results.summary(found, self.headroom, self.dtype)
-                return trial, results, [saved] if saved else []
-            results |= unsafe
-            trial, ran_with = self._turn(trial.fitting, why, results), dict(results)
-        return base, dict.fromkeys(results, _UNSETTLED), []
 
     def _gradients(self, report: DryRunReport, scale: float) -> list[OpStats]:
         """Return the rows of the backward pass that are in half, and are scaled.
@@ -373,25 +325,13 @@ class _Search:
             and row.max_abs > least * self.unscaled.get(key, 0.0)
         ]
 
-    def _turn(
-        self,
-        scale: float,
-        layers: dict[str, str],
-        results: dict[str, str] | None = None,
-        everywhere: bool = False,
-    ) -> _Turn:
-        """Return a dry run with `layers` in float32.
-
-        Half results have those `results` with "" beside them, or all layers.
-        """
-        half = {layer: not reason for layer, reason in (results or {}).items()}
-        policy = self._with_rules(layers, half)
-        rules = resolve_rules(None, policy, self.dtype, True if everywhere else None)
+    def _turn(self, scale: float, layers: dict[str, str]) -> _Turn:
+        """Return a dry run with `layers` in float32."""
+        policy = self._with_rules(layers)
         measured = measure(
             self.step_of(scale),
             policy,
             self.args_and_kwargs,
-            rules=rules,
             caller="advise",
             programs=self.programs,
         )
@@ -399,18 +339,17 @@ class _Search:
         fitting = _fitting_scale(gradients, scale, self.dtype)
         if self.previous:
             fitting = min(fitting, float(self.previous.loss_scale.loss_scale))
+        headroom = self.headroom if self.dtype == jnp.float16 else 1.0
         # Faults of the backward pass count once the loss scale fits.
         faults = [
             fault
-            for fault in find_faults(measured.report, set(layers))
+            for fault in find_faults(measured.report, set(layers), headroom)
             if fault.row.direction == "forward" or fitting == scale
         ]
         return _Turn(measured, policy, scale, fitting, faults)
 
-    def _with_rules(
-        self, layers: Collection[str], results: Mapping[str, bool]
-    ) -> Policy | PolicyMap:
-        """Return a policy with rules for layers: float32, not fp8, half results."""
+    def _with_rules(self, layers: Collection[str]) -> Policy | PolicyMap:
+        """Return a policy with rules for layers: float32, or not fp8."""
         start = self.start
         is_map = isinstance(start, PolicyMap)
         default = start.default if is_map else start
@@ -420,22 +359,13 @@ class _Search:
         for layer in (*layers, *self.not_in_fp8):
             if chosen.keys().isdisjoint(paths_around(layer)):
                 chosen[layer] = "full" if layer in layers else half
-        free = {
-            layer: is_half
-            for layer, is_half in results.items()
-            if chosen.keys().isdisjoint(paths_around(layer))
-        }
-        wanted, only_scopes = half_results.output_rules(free)
         # Of rules with the same pattern, the first one is right.
         rules = {pattern_of(layer): policy for layer, policy in chosen.items()}
         for given, policy in start.rules if is_map else ():
             rules.setdefault(given, policy)
-        for given, is_half in wanted.items():
-            dtype = default.compute_dtype if is_half else jnp.float32
-            rules.setdefault(given, default.with_output_dtype(dtype))
         if not rules:
             return start
-        return PolicyMap(default, rules, allow_unused=is_map or only_scopes)
+        return PolicyMap(default, rules, allow_unused=is_map)
 
 
 def _scaled_step(loss_fn: Any, argnums: Any, has_aux: bool, scale: float) -> Any:
@@ -457,11 +387,6 @@ def _scaled_step(loss_fn: Any, argnums: Any, has_aux: bool, scale: float) -> Any
         return jax.value_and_grad(scaled, argnums, has_aux=True)(*held, **kwargs)
 
     return step
-
-
-def _place(fault: Fault) -> tuple[str, ...]:
-    row = fault.row
-    return row.layer, row.primitive, row.line, row.direction
 
 
 def _keyed(report: DryRunReport) -> Iterator[tuple[Any, OpStats]]:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from jmp_lite._src.autocast import transform
 from jmp_lite._src.autocast.emit import Emitter
 from jmp_lite._src.autocast.options import OpRules, resolve_rules
-from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.jaxprs.sites import sites
 from jmp_lite._src.numerics import reference
 from jmp_lite._src.numerics.lockstep import Lockstep, PolicyShadow
@@ -108,10 +107,9 @@ def measure(
     compute_dtype = transform.check_policy(policy, "dry_run")[1]
     rules = OpRules.default(compute_dtype) if rules is None else rules
 
-    with sources.lines_of_rules():
-        planned = transform.plan_call(
-            fun, policy, compute_dtype, rules, *args_and_kwargs, without_refs=True
-        )
+    planned = transform.plan_call(
+        fun, policy, compute_dtype, rules, *args_and_kwargs, without_refs=True
+    )
     plan, arrays = planned.plan, planned.traced.args
     warning = reference.check_is_float32(plan.jaxpr, caller)
     shadow = PolicyShadow(Emitter(planned.analyzer))

@@ -13,11 +13,12 @@ from jmp_lite._src.reports import percent
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """An operation that overflows, or is the first to lose accuracy."""
+    """An operation that overflows or may, or is the first to lose accuracy."""
 
     row: OpStats
     layer: str  # to keep in float32; "" if no layer is left
     dtype: str  # the half dtype
+    headroom: float = 1.0  # how many times larger its numbers may become
 
     def reason(self, in_fp8: bool = False) -> str:
         """Return why the layer must be in float32, or in half and not in fp8."""
@@ -33,7 +34,14 @@ class Fault:
 
     def left(self) -> str:
         """Return what is wrong although no layer is left, and how to repair it."""
-        return f"Still wrong: {self._place()} {self.what()}. {self.remedy()}"
+        begins = "May overflow" if self.is_near_the_end() else "Still wrong"
+        return f"{begins}: {self._place()} {self.what()}. {self.remedy()}"
+
+    def is_near_the_end(self) -> bool:
+        """Return whether nothing is wrong yet."""
+        row, largest = self.row, float(jnp.finfo(self.dtype).max)
+        is_near = _is_near_the_end(row, self.headroom, largest)
+        return is_near and not row.overflow
 
     def remedy(self) -> str:
         """Return how to repair the operation without a layer."""
@@ -56,6 +64,10 @@ class Fault:
         if row.overflow and row.is_half:
             share = percent(row.overflow)
             return f"{reaches}, beyond {largest:.3g}, in {share} of its numbers"
+        if self.is_near_the_end():
+            return (
+                f"{reaches}, and {self.headroom:g} times that is beyond {largest:.3g}"
+            )
         if math.isinf(row.error):
             return f"is not finite in {dtype}; in float32 it {reaches}"
         is_large = row.error > 1
@@ -63,15 +75,30 @@ class Fault:
         return f"has an error of {size} in {dtype}"
 
 
-def find_faults(report: DryRunReport, in_float32: Collection[str]) -> list[Fault]:
-    """Return the faults of a dry run, the worst first, by the layers in float32."""
+def _is_near_the_end(row: OpStats, headroom: float, largest: float) -> bool:
+    """Return whether a half result of a forward pass may overflow in other batches."""
+    is_result = row.direction == "forward" and not row.is_operand
+    return is_result and row.is_half and row.max_abs * headroom > largest
+
+
+def find_faults(
+    report: DryRunReport, in_float32: Collection[str], headroom: float = 1.0
+) -> list[Fault]:
+    """Return the faults of a dry run, the worst first, by the layers in float32.
+
+    Half results of the forward pass must stay in range if they become `headroom` times
+    as large.
+    """
     limit = ROUNDINGS * float(jnp.finfo(report.dtype).eps)
+    largest = float(jnp.finfo(report.dtype).max)
     made = [r for r in report.rows if r.direction == "forward" and not r.is_operand]
     result = {row.layer: row for row in made}
     half_layers = {row.layer for row in report.rows if row.is_half}
 
     def is_bad(row):
         if row.is_half and (row.overflow or math.isinf(row.added_error)):
+            return True
+        if _is_near_the_end(row, headroom, largest):
             return True
         # An error that was large before this operation may go once that is repaired.
         if row.added_error <= limit or min(row.error, 1.0) - row.added_error > limit:
@@ -88,8 +115,11 @@ def find_faults(report: DryRunReport, in_float32: Collection[str]) -> list[Fault
         causes = [row.cause[0]] if row.cause else []
         own = [row.layer] if row.is_half or not causes else []
         # An overflow is a fault of the operation itself.
-        suspects = own + causes if row.is_half and row.overflow else causes + own
+        is_large = row.is_half and row.overflow
+        is_large = is_large or _is_near_the_end(row, headroom, largest)
+        suspects = own + causes if is_large else causes + own
         return next((x for x in suspects if x and x not in in_float32), "")
 
     bad = [row for row in report.worst(len(report.rows)) if is_bad(row)]
-    return [Fault(row, layer_of(row), report.dtype) for row in bad]
+    faults = [Fault(row, layer_of(row), report.dtype, headroom) for row in bad]
+    return sorted(faults, key=Fault.is_near_the_end)  # nothing is wrong with these yet

@@ -16,7 +16,6 @@ import numpy as np
 
 from jmp_lite._src import arguments, compat, reports, trees
 from jmp_lite._src.autocast.transform import refuse_modules
-from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
 from jmp_lite._src.jaxprs.sites import Site, sites
 from jmp_lite._src.jaxprs.tracing import Traced, is_traceable, trace
@@ -237,8 +236,7 @@ class NonFiniteTracker:
 def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     refuse_modules((args, kwargs), "A function to watch")
     jax.tree.map(trees.with_value, (args, kwargs))
-    with sources.lines_of_rules():
-        return trace(fun, args, kwargs, without_refs=True)
+    return trace(fun, args, kwargs, without_refs=True)
 
 
 def tracker_of(traced: Traced, origin: Any, args_and_kwargs: Any) -> NonFiniteTracker:

@@ -37,7 +37,7 @@ class OpStats:
         only the policy's run overflowed.
       added_error: the part of `error`, up to 1, that the operands did not have; inf if
         none of them had overflowed.
-      histogram: how many numbers have each exponent, as `EXPONENTS` lists them.
+      histogram: how many numbers have each exponent, from -64 to 31.
       reads_half: whether it is a product of half operands.
       cause: the layer, primitive and line of the operation that rounded away the digits
         that are missing here; None if that is this one.

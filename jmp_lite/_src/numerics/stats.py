@@ -40,7 +40,7 @@ class ValueStats(NamedTuple):
       max_abs: the largest finite magnitude, `[]`; 0 if there is none.
       min_abs: the smallest finite non-zero magnitude, `[]`; inf if there is none.
       histogram: how many finite non-zero magnitudes have the exponent
-        `floor(log2(|x|))`, as `EXPONENTS` lists them, `[96]`; the first and the last
+        `floor(log2(|x|))`, from -64 to 31, `[96]`; the first and the last
         bin hold all smaller and larger ones. None if not counted.
     """
 

@@ -74,7 +74,9 @@ def _why_unlike(grads: Any, state: Any, params: Any) -> str:
 
     structure, _ = own = shapes(grads)
     parts = jax.tree.leaves(state, is_leaf=lambda x: jax.tree.structure(x) == structure)
-    has_arrays = any(np.ndim(x) for x in jax.tree.leaves(state))
+    # Integers are counters.
+    floats = filter(trees.is_inexact, jax.tree.leaves(state))
+    has_arrays = any(map(np.ndim, floats))
     if why := _other_shape(grads, params):
         return why
     if not has_arrays or own in map(shapes, parts):
@@ -233,7 +235,7 @@ def check_key(key: Any) -> None:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Told:
+class StateWithStoredDtypes:
     """What stands for an inner state during an update that hides stored dtypes."""
 
     inner_state: optax.OptState
@@ -266,7 +268,7 @@ def check_update(
     jax.tree.map(trees.with_value, params)
     seen = _dtypes_of(params)
     known, inner_state = seen, state.inner_state
-    if isinstance(inner_state, Told):
+    if isinstance(inner_state, StateWithStoredDtypes):
         inner_state, known = inner_state.inner_state, dict(inner_state.stored)
     if not seen.keys() <= known.keys():
         raise ValueError(
@@ -284,8 +286,8 @@ def next_state(state: Any, inner_state: Any, stored: Any) -> Any:
     Input and output states must have the same structure, for example if the update is
     a branch of `lax.cond`.
     """
-    if isinstance(state.inner_state, Told):
-        inner_state = Told(inner_state, state.inner_state.stored)
+    if isinstance(state.inner_state, StateWithStoredDtypes):
+        inner_state = StateWithStoredDtypes(inner_state, state.inner_state.stored)
     return type(state)(inner_state, stored)
 
 

@@ -8,16 +8,18 @@ the state is in float32 during an update.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from jmp_lite._src import arguments, compat, policy, trees
-from jmp_lite._src.optimizers import base, blocks, moments, rounding
+from jmp_lite._src.optimizers import base, blocks, rounding
 from jmp_lite._src.optimizers.master_weights import with_remainders
 from jmp_lite._src.optimizers.scale_aware import ScaleAwareState, update_in_float32
 
@@ -26,6 +28,15 @@ _DTYPES = ("bfloat16", "8bit")
 # With fewer numbers in a row, the scales of 8 bits take more than an eighth of a byte
 # a number.
 _SHORTEST_ROW = 32
+
+# Fields of optax' states that hold moments: averages and sums that start at zero, whose
+# new number is computed from the old one, so that an error of rounding fades.
+_MOMENTS = frozenset(
+    "e_g e_x ema exp_avg exp_avg_sq m m1 m2 mu n nu nu_max sum_of_squares trace "
+    "v".split()
+)
+# But `nu - mu**2`, of rounded moments, is noise, and its root NaN.
+_CENTERED = "ScaleByRStdDev"
 
 
 @trees.register_dataclass
@@ -76,18 +87,19 @@ class LowPrecisionState(NamedTuple):
 
 def low_precision_state(
     inner: optax.GradientTransformation | optax.MultiSteps,
-    dtype: Any = "bfloat16",
+    dtype: DTypeLike = "bfloat16",
     *,
     key: jax.Array | None = None,
-    rules: Mapping[str, Any] | None = None,
+    rules: Mapping[str, DTypeLike | None] | None = None,
     min_size: int = 4096,
+    where: Callable[[str], bool] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Store the state of an optimiser in bfloat16 or 8 bits.
+    """Store the moments of an optimiser in bfloat16 or 8 bits.
 
     The inner optimiser sees float32. Its new state is rounded stochastically: to one of
-    the two nearest numbers, with the right mean. With `b2 = 0.999`, the second moment
-    of Adam decays in a step by less than half the spacing of bfloat16: rounded to
-    nearest, it would never decay. For a state `s` in low precision::
+    the two nearest numbers, unbiased. With `b2 = 0.999`, the second moment of Adam
+    decays in a step by less than half the spacing of bfloat16: rounded to nearest, it
+    would never decay. For a moment `s`::
 
       u, x = inner.update(float32(g), float32(s), float32(params), ...)
       s    = x rounded stochastically; bitwise unchanged where x == float32(s)
@@ -101,15 +113,12 @@ def low_precision_state(
     bfloat16 there by `rules`.
 
     A leaf of the state is stored in low precision if it is float32, its key path ends
-    in that of a parameter of its shape (unlike the factors of `optax.adafactor`), it
-    has at least `min_size` elements, and it is a moment: `update` computes it from its
-    old value, and `init` not from the parameters'. So an average of parameters that
-    begins at zeros is stored as a moment. Unchanged are copies of parameters, and
-    averages that begin at them; the sum of gradients of `optax.MultiSteps` (not those
-    of madgrad, cocob and `optax.apply_every`, which lose digits); the last gradient or
-    parameters, as in `optax.lbfgs`; and moments subtracted from each other, as in
-    `optax.rmsprop(centered=True)`, where rounding gives roots of negative numbers. A
-    leaf with fewer than 32 elements in the last axis is bfloat16 instead of 8 bits.
+    in that of a parameter of its shape, it has at least `min_size` elements, and it is
+    a moment: a field of that name in optax' states (`mu`, `nu`, `trace`, `ema`, ...),
+    or what `where` chooses. All else is float32: copies and sums of gradients or
+    parameters, of which rounding would leave little; states of optimisers that are not
+    optax'; and the moments of `optax.rmsprop(centered=True)`, which are subtracted from
+    each other. Rows of fewer than 32 elements are bfloat16 instead of 8 bits.
 
     Use it inside of `scale_aware` or around it. If it is sharded along the last axis,
     blocks do not cross shards whose size is a multiple of 256. Under `vmap`, members
@@ -119,13 +128,14 @@ def low_precision_state(
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.
       dtype: `"bfloat16"` or `"8bit"`.
-      key: a PRNG key, typed or raw; the default is `jax.random.key(0)`. Each step draws
-        two integers from it. The noise of an element is a hash of them, of the leaf's
-        number and of its own index.
+      key: a PRNG key, typed or raw; the default is `jax.random.key(0)`. The noise of an
+        element is a hash of it, of the step, the leaf's number and the element's index.
       rules: a mapping of patterns to a dtype, or None for float32. A pattern is a
         regular expression over the key paths of parameters, as in `PolicyMap`; the
         first that applies replaces `dtype`.
       min_size: leaves with fewer elements are unchanged.
+      where: whether a leaf of the state of `inner` is a moment, by its key path, such
+        as `"0/mu/layers/w"`; None: by its name.
 
     Returns:
       A transformation. `update(grads, state, params, **extra)` takes gradients of any
@@ -133,7 +143,7 @@ def low_precision_state(
 
     Raises:
       TypeError: `inner` is not an optax transformation; `key` is not a PRNG key;
-        `rules` is not a mapping.
+        `rules` is not a mapping; `where` is not a function.
       ValueError: the dtype is not one of these; a pattern is not a regular expression.
         In `init`: no parameter uses a pattern; a parameter is float16 in a
         `master_weights(storage="remainder")` inside. In `update`: `state` belongs to
@@ -141,8 +151,7 @@ def low_precision_state(
         state.
 
     Warns:
-      UserWarning: in `init`: an update of `inner` cannot be traced, because it needs
-        an axis name or arguments that are not optax' own. All is float32 then.
+      UserWarning: in `init`: all of the state is float32, because no leaf is a moment.
 
     Examples:
       >>> tx = low_precision_state(optax.adam(1e-3), "8bit")
@@ -165,23 +174,16 @@ def low_precision_state(
     choice = _Choice(_parse_dtype(dtype), _parse_rules(rules), least)
     if key is not None:
         base.check_key(key)
+    if where is not None and not callable(where):
+        raise TypeError(arguments.wrong("where", "a function of a key path", where))
 
     def init_fn(params: optax.Params) -> optax.OptState:
         stored, params = base.stored_dtypes(params), trees.cast_at_least_float32(params)
         paths = trees.key_paths(base.fast_params(params))
         policy.check_patterns([pattern for pattern, _ in choice.rules], paths)
-        at = _Shapes(params)
-
-        def store(path, x, is_moment):
-            param = at.param_of(path, x) if is_moment else None
-            dtype = None if param is None else choice.dtype_of(param, x)
-            return x if dtype is None else compress(x, dtype)
-
         inner_state = with_remainders(inner.init(params), stored)
         inner_state = jax.tree.map(base.strongly_typed, inner_state)
-        inner_state = jax.tree.map_with_path(
-            store, inner_state, moments.find_moments(inner, params)
-        )
+        inner_state = _store_moments(inner_state, params, choice, where)
         variables = compat.nnx_class("Variable")
         inner_state = trees.map_nodes(_around_variable, inner_state, variables)
         # The key is copied, because a step may donate its state.
@@ -191,7 +193,7 @@ def low_precision_state(
     def update_fn(updates, state, params=None, **extra):
         base.check_state(state, LowPrecisionState, "low_precision_state(...)")
         base.check_gradients(updates, params)
-        choice.check(state, _Shapes(updates if params is None else params))
+        choice.check(state, updates if params is None else params)
         old = trees.map_nodes(
             LowPrecisionArray.to_float32, state.inner_state, LowPrecisionArray
         )
@@ -215,6 +217,45 @@ def low_precision_state(
         return new_updates, LowPrecisionState(new, next_key)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _store_moments(
+    state: Any, params: Any, choice: "_Choice", where: Callable[[str], bool] | None
+) -> Any:
+    """Return a float32 state with its moments in low precision."""
+    leaves = jax.tree.leaves_with_path(state, is_leaf=_is_centered)
+    centered = [path for path, x in leaves if _is_centered(x)]
+    shapes, others = _shapes(params), []
+
+    def is_moment(path, start):
+        if where is not None:
+            return where(trees.key_path(path))
+        field = getattr(path[start - 1], "name", None) if start else None
+        return field in _MOMENTS and not any(path[: len(c)] == c for c in centered)
+
+    def store(path, x):
+        start, param = _find_param(path, x, shapes)
+        if (dtype := choice.dtype_of(param, x)) is None:
+            return x
+        if is_moment(path, start):
+            return compress(x, dtype)
+        others.append(trees.key_path(path))
+        return x
+
+    new = jax.tree.map_with_path(store, state)
+    if others and not trees.find(new, LowPrecisionArray):
+        reason = "by their names in optax" if where is None else "by where="
+        warnings.warn(
+            f"low_precision_state stores all of the state in float32: {reason}, none "
+            f"of {others[:4]} is a moment. Choose those that are averages: "
+            "where=lambda path: ...",
+            stacklevel=3,
+        )
+    return new
+
+
+def _is_centered(x: Any) -> bool:
+    return type(x).__name__.startswith(_CENTERED)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")  # traced once for each shape
@@ -277,11 +318,11 @@ class _Choice:
     rules: tuple[tuple[str, str | None], ...]  # a pattern, and a dtype or None
     min_size: int  # leaves with fewer elements are not compressed
 
-    def dtype_of(self, param: str, x: Any) -> str | None:
+    def dtype_of(self, param: str | None, x: Any) -> str | None:
         """Return the dtype for a leaf of the state, or None if it is unchanged."""
-        if x.dtype != jnp.float32 or x.size < self.min_size or x.ndim == 0:
+        if param is None or x.dtype != jnp.float32 or x.size < self.min_size:
             return None
-        dtype = self._dtype_at(param)
+        dtype = self._dtype_at(param) if x.ndim else None
         is_short = dtype == "8bit" and x.shape[-1] < _SHORTEST_ROW
         return "bfloat16" if is_short else dtype
 
@@ -289,57 +330,58 @@ class _Choice:
         index = policy.first_match([pattern for pattern, _ in self.rules], param)
         return self.dtype if index is None else self.rules[index][1]
 
-    def check(self, state: LowPrecisionState, at: "_Shapes") -> None:
+    def check(self, state: LowPrecisionState, params: Any) -> None:
         """Raise if a leaf has another dtype than this choice gives.
 
         Sizes are not checked: in `shard_map`, those of a leaf are smaller than they
         were in `init`.
         """
+        shapes = _shapes(params)
         leaves = jax.tree.leaves_with_path(state.inner_state, is_leaf=is_compressed)
         for path, x in leaves:
             if not is_compressed(x):
                 continue
             [(rest, values)] = jax.tree.leaves_with_path(x.values)
-            param = at.param_of((*path, *rest), values)
-            found, expected = x.dtype_name, {self.dtype, *(d for _, d in self.rules)}
+            _, param = _find_param((*path, *rest), values, shapes)
+            expected = {self.dtype, *(d for _, d in self.rules)}
             if param is not None:
                 expected = {self._dtype_at(param)}
             if "8bit" in expected and values.shape[-1] < _SHORTEST_ROW:
                 expected.add("bfloat16")
-            if found not in expected:
+            if x.dtype_name not in expected:
                 names = " or ".join(str(d or "float32") for d in expected)
                 raise ValueError(
                     "Expected the state of this low_precision_state(...), got one of "
-                    f"other dtypes or rules: {trees.key_path(path)!r} is {found}, "
-                    f"expected {names}. Call init again, or "
+                    f"other dtypes or rules: {trees.key_path(path)!r} is "
+                    f"{x.dtype_name}, expected {names}. Call init again, or "
                     "jmp_lite.checkpoint.restore(..., cast=True) to convert it."
                 )
 
 
-class _Shapes:
-    """The shapes of parameters, or of their gradients, by key path."""
+# By the keys of a parameter: its path as a string, its shape.
+_Shapes = dict[tuple[str, ...], tuple[str, tuple[int, ...]]]
 
-    def __init__(self, params: Any):
-        leaves = jax.tree.leaves_with_path(base.fast_params(params))
-        self._by_keys = {
-            tuple(map(str, path)): (trees.key_path(path), x.shape)
-            for path, x in leaves
-            if trees.is_castable(x)
-        }
 
-    def param_of(self, path: Any, x: Any) -> str | None:
-        """Return the path of the parameter that a leaf of the state belongs to.
+def _shapes(params: Any) -> _Shapes:
+    leaves = jax.tree.leaves_with_path(base.fast_params(params))
+    return {
+        tuple(map(str, path)): (trees.key_path(path), x.shape)
+        for path, x in leaves
+        if trees.is_castable(x)
+    }
 
-        It is the longest one in which the leaf's path ends and that has its shape.
-        """
-        if not trees.is_array(x):
-            return None
-        keys = tuple(map(str, path))
-        for start in range(len(keys) + 1):
-            param, shape = self._by_keys.get(keys[start:], ("", None))
-            if shape == x.shape:
-                return param
-        return None
+
+def _find_param(path: Any, x: Any, shapes: _Shapes) -> tuple[int, str | None]:
+    """Return where in a leaf's path that of its parameter begins, and the latter.
+
+    It is the longest one in which the leaf's path ends and that has its shape.
+    """
+    keys = tuple(map(str, path))
+    for start in range(len(keys) + 1 if trees.is_array(x) else 0):
+        param, shape = shapes.get(keys[start:], ("", None))
+        if shape == x.shape:
+            return start, param
+    return 0, None
 
 
 def _parse_dtype(dtype: Any) -> str:

@@ -1,5 +1,6 @@
 """Monitor a run: scalars to log, and an error if every step is skipped."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,11 @@ from jmp_lite._src import arguments, trees
 from jmp_lite._src.loss_scale import get_loss_scale
 from jmp_lite._src.optimizers.scale_aware import ScaleAwareState
 
+_LOSS = (
+    "a batch, or a forward pass beyond the range of the compute dtype. "
+    "numerics.first_nonfinite(loss_fn, policy)(...) names the layer, and "
+    "numerics.advise(loss_fn, policy)(...) returns a policy."
+)
 _POSSIBLE_CAUSES = (
     "Possible causes: NaN or inf in the data, in the parameters or in value=, the loss "
     "of this batch; an overflow in the forward pass, at any scale (run that operation "
@@ -41,10 +47,10 @@ def loss_scale_metrics(
 
     Returns:
       A dict of scalars, shape `[]`. It has `loss_scale` (f32), `last_finite` (bool),
-      `skipped_steps` and `consecutive_skips` (int32). With `grads`, it also has
-      `grad_norm` (f32), their global 2-norm divided by the loss scale, which is not
-      finite in a step that is skipped. If there are several states, each name is
-      prefixed with the key path of its state: `"generator/loss_scale"`.
+      `skipped_steps`, `consecutive_skips` and `nonfinite_losses` (int32); with `grads`
+      also `grad_norm`
+      (f32), the 2-norm of the unscaled ones. Of several states, each name begins with
+      the key path of its state: `"generator/loss_scale"`.
 
     Raises:
       ValueError: the state holds no `ScaleAwareState`, or several while `grads` is set.
@@ -71,6 +77,7 @@ def loss_scale_metrics(
             "last_finite": state.last_finite,
             "skipped_steps": state.skipped_steps,
             "consecutive_skips": state.consecutive_skips,
+            "nonfinite_losses": state.nonfinite_losses,
         }.items()
     }
     if grads is not None:
@@ -100,9 +107,9 @@ def check_skipped_steps(
 ) -> None:
     """Raise if too many consecutive steps were skipped.
 
-    Call it on the host, between steps. It blocks until the state is computed: call it
-    once every hundred steps or so. The default limit is above the 24 skipped steps in
-    which the scale falls from `2**24` to 1: after that, it is not the cause.
+    It blocks until the state is computed: call it between steps, once every hundred or
+    so. The default limit is above the 24 skipped steps in which the scale falls from
+    `2**24` to 1: after that, it is not the cause.
 
     Args:
       opt_state: see `loss_scale_metrics`; not traced.
@@ -117,6 +124,10 @@ def check_skipped_steps(
         scale, its minimum and the cause.
       ValueError: `max_consecutive_skips` is below 1; no `ScaleAwareState` is found.
       TypeError: the state is traced.
+
+    Warns:
+      UserWarning: fewer steps were skipped, all because the loss itself was not finite:
+        no loss scale repairs that.
 
     Examples:
       >>> import optax
@@ -134,17 +145,28 @@ def check_skipped_steps(
                 "check_skipped_steps reads the state on the host: call it outside of "
                 "jax.jit and scan. Inside, compare consecutive_skips of the state."
             )
+        where = f" of {path!r}" if path else ""
         skips = int(np.max(np.asarray(state.consecutive_skips)))
+        losses = int(np.max(np.asarray(state.consecutive_nonfinite_losses)))
         if skips < max_consecutive_skips:
+            if losses == skips > 0:
+                of_last = f"{skips} steps" if skips > 1 else "step"
+                warnings.warn(
+                    f"The loss itself{where} was not finite in the last {of_last}: "
+                    f"{_LOSS}",
+                    stacklevel=2,
+                )
             continue
         scale = float(np.min(np.asarray(state.loss_scale.loss_scale)))
         minimum = getattr(state.loss_scale, "min_loss_scale", scale)
-        where = f" of {path!r}" if path else ""
         cause = find_cause() if find_cause is not None else None
+        if cause is None:
+            of_them = f"The loss itself was not finite in {losses} of them: {_LOSS}"
+            cause = of_them if losses else _POSSIBLE_CAUSES
         raise TooManySkippedStepsError(
             f"The last {skips} steps{where} were skipped: their gradients or loss were "
             f"not finite. The loss scale is {scale:g}, its minimum {minimum:g}. "
-            f"{_POSSIBLE_CAUSES if cause is None else cause}"
+            f"{cause}"
         )
 
 

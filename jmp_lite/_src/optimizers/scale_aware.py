@@ -7,12 +7,14 @@ where gradients are unscaled, float32 and finite.
 
 import difflib
 import itertools
+import math
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jmp_lite._src import arguments, dtypes, trees
@@ -56,18 +58,45 @@ class ScaleAwareState(NamedTuple):
       inner_state: the state of the wrapped optimiser. Its floats are at least float32,
         unless the optimiser itself stores others (`mu_dtype`, `low_precision_state`).
       loss_scale: the loss scale for the next step.
-      last_finite: bool `[]`, whether the gradients of the last step (and its `value`,
-        if given) were finite, so that the update was applied. True before the first
-        step.
-      skipped_steps: int32 `[]`, non-finite steps since `init`.
-      consecutive_skips: int32 `[]`, non-finite steps since the last finite step.
+      counters: int32 `[4]`, the properties below in their order. They share an array,
+        since each costs the host time in every step.
     """
 
     inner_state: optax.OptState
     loss_scale: Any  # a LossScale, which optax.OptState does not allow in its trees
-    last_finite: jax.Array
-    skipped_steps: jax.Array
-    consecutive_skips: jax.Array
+    counters: jax.Array
+
+    @property
+    def skipped_steps(self) -> jax.Array:
+        """Non-finite steps since `init`, int32 `[]`."""
+        return self.counters[..., 0]
+
+    @property
+    def consecutive_skips(self) -> jax.Array:
+        """Non-finite steps since the last finite step, int32 `[]`."""
+        return self.counters[..., 1]
+
+    @property
+    def nonfinite_losses(self) -> jax.Array:
+        """Those of `skipped_steps` whose loss itself was not finite, int32 `[]`.
+
+        That is the `value` of `update`. Where it is not given, the loss is taken to be
+        the cause of gradients that are NaN at the least scale.
+        """
+        return self.counters[..., 2]
+
+    @property
+    def consecutive_nonfinite_losses(self) -> jax.Array:
+        """Those of `consecutive_skips` whose loss was not finite, int32 `[]`."""
+        return self.counters[..., 3]
+
+    @property
+    def last_finite(self) -> jax.Array:
+        """Whether the gradients of the last step, and its `value`, were finite.
+
+        bool `[]`; if so, the update was applied. True before the first step.
+        """
+        return self.consecutive_skips == 0
 
 
 class _Init(Protocol):
@@ -111,12 +140,14 @@ def scale_aware(
       if not finite: u = -0.0, so that p + u is bitwise p; inner_state is unchanged
       loss_scale.adjust(finite)
 
-    A non-finite `value` indicates a bad batch, not an overflow: the step is skipped as
-    well, but the loss scale is unchanged. What `inner` makes of finite gradients is not
-    checked. The update has no branches, makes no host calls and keeps no copy of the
-    gradients. `init` and `update` warn if parameters are in half precision, and nowhere
-    in `inner` is a `master_weights` or `stochastic_rounding`, which keeps their small
-    updates, or one is not the last of its chain.
+    A non-finite `value` indicates a bad batch, or an overflow of the forward pass. No
+    scale repairs that: the step is skipped, and counted in `nonfinite_losses`, but the
+    loss scale is unchanged. What `inner` makes of finite gradients is not checked.
+
+    The update has no branches, makes no host calls and keeps no copy of the gradients.
+    `init` and `update` warn if parameters are in half precision, and nowhere in `inner`
+    is a `master_weights` or `stochastic_rounding`, which keeps their small updates, or
+    one is not the last of its chain.
 
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.
@@ -181,9 +212,7 @@ def scale_aware(
             # Copied, because a step may donate its state while the initial loss scale
             # is used for other states.
             loss_scale=jax.tree.map(jnp.copy, loss_scale),
-            last_finite=jnp.array(True),
-            skipped_steps=jnp.zeros([], jnp.int32),
-            consecutive_skips=jnp.zeros([], jnp.int32),
+            counters=jnp.zeros(4, jnp.int32),
         )
 
     def update_fn(updates, state, params=None, *, value=None, **extra):
@@ -209,9 +238,16 @@ def scale_aware(
                 )
             value = trees.cast_at_least_float32(array)
             value_finite = value_finite & trees.all_finite(value)
-        finite = trees.all_finite(grads) & value_finite
+        if value is not None:
+            grads_finite, loss_finite = trees.all_finite(grads), value_finite
+        else:  # no scale makes NaN, and a lower one can repair an inf
+            worst = trees.worst_number(grads)
+            grads_finite = worst == 0
+            loss_finite = value_finite & ~(_is_least(loss_scale) & (worst == 2))
+        finite = grads_finite & value_finite
         if axis_name is not None:
-            finite, value_finite = _all_devices(finite, value_finite, axis_name)
+            flags = finite, value_finite, loss_finite
+            finite, value_finite, loss_finite = _all_devices(flags, axis_name)
 
         if skip_nonfinite:
             grads = _where(finite, grads, 0)
@@ -230,16 +266,15 @@ def scale_aware(
         next_scale = trees.select_tree(value_finite, adjusted, loss_scale)
         if isinstance(state.loss_scale, OfBatch):
             next_scale = state.loss_scale._replace(loss_scale=next_scale)
-        skips = optax.safe_increment(state.consecutive_skips)
-        skipped_steps = optax.safe_increment(state.skipped_steps)
+        ended = state.counters * np.array([1, 0, 1, 0], np.int32)  # consecutive ones
+        of_losses = np.array([False, False, True, True])
+        is_counted = ~(of_losses & loss_finite)
+        counted = optax.safe_increment(state.counters)
+        counted = jnp.where(is_counted, counted, state.counters)
         return new_updates, ScaleAwareState(
             inner_state=inner_state,
             loss_scale=next_scale,
-            # Reads the last one, so that a step can donate it: on an H100, each of the
-            # small steps that had a result in a new buffer was slow.
-            last_finite=finite | (state.last_finite & False),
-            skipped_steps=jnp.where(finite, state.skipped_steps, skipped_steps),
-            consecutive_skips=jnp.where(finite, 0, skips),
+            counters=jnp.where(finite, ended, counted),
         )
 
     return ScaleAwareTransformation(init_fn, update_fn)
@@ -265,12 +300,14 @@ def update_in_float32(
     else:
         by_path = tuple(stored.items())
         told = trees.map_nodes(
-            lambda x: x._replace(inner_state=base.Told(x.inner_state, by_path)),
+            lambda x: x._replace(
+                inner_state=base.StateWithStoredDtypes(x.inner_state, by_path)
+            ),
             state,
             _NEED_DTYPES,
         )
         updates, new = inner.update(grads, told, params, **extra)
-        new = trees.map_nodes(lambda x: x.inner_state, new, base.Told)
+        new = trees.map_nodes(lambda x: x.inner_state, new, base.StateWithStoredDtypes)
     advice = (
         f"{reason}, so both states must have the same structure. Put a transformation "
         f"that changes it (such as optax.monitor) outside of {owner}: "
@@ -362,7 +399,13 @@ def _is_followed(state: Any) -> bool:
     return any(map(_is_followed, itertools.compress(parts, needs)))
 
 
-def _all_devices(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> Any:
+def _is_least(loss_scale: Any) -> jax.Array:
+    """Return whether a loss scale is not lowered any more: bool `[]`."""
+    least = getattr(loss_scale, "min_loss_scale", math.inf)  # others never are
+    return jnp.asarray(loss_scale.loss_scale) <= least
+
+
+def _all_devices(flags: Sequence[jax.Array], axis_name: Any) -> Any:
     """Return whether each flag is true on all devices of the mapped axes."""
     # shard_map tracks the axes over which a value varies, and psum requires all or none
     # of its axes among them. Adding 0 * index makes it all; XLA removes the addition,
@@ -375,7 +418,7 @@ def _all_devices(finite: jax.Array, value_finite: jax.Array, axis_name: Any) -> 
             "is bound: call update in the pmap or shard_map that has it, and leave "
             "axis_name out under jit."
         ) from None
-    failures = [(~x).astype(jnp.int32) + none for x in (finite, value_finite)]
+    failures = [(~x).astype(jnp.int32) + none for x in flags]
     return [total == 0 for total in jax.lax.psum(failures, axis_name)]
 
 

@@ -43,21 +43,17 @@ def stochastic_rounding(
     parameter in `shard_map`, where each device sees an array of its own. Under `jit`,
     each element of a sharded parameter has noise of its own.
 
-    Use it around `scale_aware` or inside of it, and last in a chain. Transformations
-    between the two must keep the tree of parameters, as `optax.MultiSteps`,
-    `partition`, `masked` and `inject_hyperparams` do.
+    Where to use it, and what may stand between it and `scale_aware`, is as for
+    `master_weights`.
 
     Args:
       inner: any optax transformation, or an `optax.MultiSteps`.
-      key: a PRNG key, typed or raw. Each step draws two integers from it. The noise of
-        an element is a hash of them, of the parameter's number and of its own index.
+      key: a PRNG key, typed or raw. The noise of an element is a hash of it, of the
+        step, the parameter's number and the element's index.
 
     Returns:
-      A transformation. `update(grads, state, params, **extra)` takes gradients of any
-      float dtypes and returns float32 updates (float64 stays float64), for
-      `optax.apply_updates`. The updates are exact, with one exception: if a parameter
-      shrinks in one step to below `2**-12` (f16) or `2**-15` (bf16) of itself, float32
-      cannot represent its update, and it is rounded again, to nearest.
+      A transformation, with updates as those of `master_weights`. A parameter whose
+      update float32 cannot represent is rounded again, to nearest.
 
     Raises:
       TypeError: `inner` is not an optax transformation; `key` is not a PRNG key.

@@ -13,7 +13,7 @@ from flax.linen.dtypes import promote_dtype
 from jax import lax
 
 from jmp_lite._src import dtypes, fp8, trees
-from jmp_lite._src.flax import attention, module_policies, products
+from jmp_lite._src.flax import attention, module_policies
 from jmp_lite._src.flax.module_policies import ModulePolicies, ModulePolicy
 
 
@@ -38,8 +38,9 @@ class PolicyInterceptor:
         self._cast_owners: set[str] = set()
         # Layers whose parameters a WeightNorm or SpectralNorm around them replaces.
         self._normalised: set[str] = set()
-        # Layers that can multiply in fp8: why each product is not in fp8, or "".
-        self._why_not_fp8: dict[str, list[str]] = {}
+        # Layers that can multiply in fp8, and in order those with a product that can.
+        self._take_fp8: set[str] = set()
+        self._large: dict[str, None] = {}
         self._active: list[str] = []
 
     def collect(self, fun: Callable[..., Any], *args: Any) -> None:
@@ -126,34 +127,32 @@ class PolicyInterceptor:
             self.modules, self.resolved, params, self._outputs, self.in_fp8
         )
 
-    def count_missed_products(self, fun: Callable[..., Any], cast: Any) -> int:
-        """Return how many products a `dtype` keeps out of half, 0 if one is in half."""
-        kept = module_policies.kept_from_half(self.resolved)
-        if not kept or any(map(self._multiplies_in_half, self.modules)):
-            return 0  # the usual case, without another trace
-        found = products.find(self.trace(fun, cast))
-        operands = [v.aval.dtype for eqn in found for v in eqn.invars[:2]]
-        return 0 if any(map(dtypes.is_half, operands)) else len(found)
+    @property
+    def in_half(self) -> bool:
+        """Whether a layer of flax multiplies matrices in half."""
+        return any(
+            _is_flax_layer(cls)
+            and not issubclass(cls, (*_NORMS, nn.Embed))
+            and dtypes.is_half(jnp.dtype(self.resolved[path].compute_dtype))
+            for path, cls in self.modules.items()
+        )
 
     @property
     def in_fp8(self) -> list[str]:
         """Paths of the layers with a matrix product in fp8."""
-        return [
-            path
-            for path, reasons in self._why_not_fp8.items()
-            if self.resolved[path].is_fp8 and "" in reasons
-        ]
+        return [path for path in self._large if self.resolved[path].is_fp8]
 
     def trace(self, fun: Callable[..., Any], cast: Any) -> Any:
         return jax.make_jaxpr(lambda variables: drop_output(self(fun, variables)))(cast)
 
     def _dot_general_of(self, path: str) -> Callable[..., jax.Array]:
-        """Return a `lax.dot_general` that notes why each product is not in fp8."""
-        reasons = self._why_not_fp8.setdefault(path, [])
+        """Return a `lax.dot_general` that notes whether a product can be in fp8."""
+        self._take_fp8.add(path)
 
         def dot_general(lhs, rhs, dimension_numbers, precision=None, **options):
             avals = jax.typeof(lhs), jax.typeof(rhs)
-            reasons.append(fp8.why_not(*avals, dimension_numbers, precision))
+            if not fp8.why_not(*avals, dimension_numbers, precision):
+                self._large[path] = None
             return lax.dot_general(lhs, rhs, dimension_numbers, precision, **options)
 
         return dot_general
@@ -165,18 +164,12 @@ class PolicyInterceptor:
             self._own_dtypes[path] = module_policies.own_dtype(module)
         return path
 
-    def _multiplies_in_half(self, path: str) -> bool:
-        """Return whether a module is a layer that multiplies matrices in half."""
-        cls, dtype = self.modules[path], self.resolved[path].compute_dtype
-        is_product = _is_flax_layer(cls) and not issubclass(cls, (*_NORMS, nn.Embed))
-        return is_product and dtypes.is_half(jnp.dtype(dtype))
-
     def _casts_its_params(self, path: str) -> bool:
         """Return whether a module itself casts its parameters, where it needs to."""
         is_norm = issubclass(self.modules[path], _NORMS)
         if self.resolved[path].kept_dtype is not None or is_norm:
             return True
-        if self.resolved[path].is_fp8 and path in self._why_not_fp8:
+        if self.resolved[path].is_fp8 and path in self._take_fp8:
             return True  # by `_keep_kernel`
         return any(f"{path}/".startswith(f"{outer}/") for outer in self._normalised)
 

@@ -13,7 +13,6 @@ Limits:
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -138,18 +137,13 @@ class PolicyModule:
         def of_variables(variables):
             return self.module.apply(variables, *args, **kwargs)
 
-        if missed := run.count_missed_products(of_variables, cast):
-            text = module_policies.no_half_message(
-                f"the {missed} matrix products of {type(self.module).__name__}",
-                module_policies.kept_from_half(run.resolved),
-                self.policies.policy.default,
-                "`model.clone(dtype=None)`, or in its config",
-            )
-            warnings.warn(text, stacklevel=2)
-        elif module_policies.any_fp8(run.resolved):
-            # Usually one is, without another trace.
-            jaxpr = None if run.in_fp8 else run.trace(of_variables, cast)
-            products.warn_about_fp8(type(self.module).__name__, jaxpr)
+        products.warn(
+            type(self.module).__name__,
+            run.resolved,
+            lambda: run.trace(of_variables, cast),
+            in_half=run.in_half,
+            in_fp8=bool(run.in_fp8),
+        )
 
         def call(variables, args, kwargs):
             cast = run.cast(variables)

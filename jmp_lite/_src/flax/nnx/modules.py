@@ -4,15 +4,14 @@ Limits: the inputs of a module that is no layer of flax are not cast, except tho
 the model itself. A softmax that a model computes itself has the dtype of its logits.
 """
 
-import collections
 import dataclasses
 import math
 import operator
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
@@ -50,9 +49,7 @@ def with_policy(
     A model that `with_policy` returned gets the policy in place of the one it has.
 
     The default policy does not override a `dtype` that the author of the model set on a
-    module. A rule does, in the module that it matches and in all modules inside. Warns
-    if the compute dtype of the default policy is half, but no layer runs in it for that
-    reason; and if the policy has fp8, but no product of the model can be in it.
+    module. A rule does, in the module that it matches and in all modules inside.
 
     Args:
       model: an nnx module; it is not changed.
@@ -95,11 +92,6 @@ def with_policy(
     nnx.update(model, cast_params(params, resolved, "param_dtype", resolved))
     for path, module in modules.items():
         _set_dtypes(module, resolved[path])
-    text = _no_half_message(model, modules, resolved)
-    if text is None and module_policies.any_fp8(resolved):
-        text = _no_fp8_message(model, modules, resolved)
-    if text is not None:
-        warnings.warn(text, stacklevel=2)
     return PolicyModule(model, policies, own_dtypes)
 
 
@@ -122,11 +114,13 @@ class PolicyModule(nnx.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model, in the output dtype of the default policy.
 
-        Warns if the model has layers in fp8, but no product of this call is large
-        enough; and if fp8 is slow on this device.
+        Warns if the compute dtype of the default policy is half, but no matrix product
+        runs in it because the author of the model set a `dtype` on its modules; if the
+        policy has fp8, but no matrix product is in it; and if fp8 is slow on this
+        device.
         """
         modules = _modules(self.model)
-        resolved = self.policies.resolve(_classes(modules))
+        resolved = self.policies.resolve(_classes(modules), dict(self.own_dtypes))
         owners = params_by_module(nnx.state(self.model, nnx.Param), modules)
         cast_owners = {path for path in owners if not _has_dtype(modules[path])}
         # A copy is called, with parameters and inputs cast; then its changes of state
@@ -136,7 +130,6 @@ class PolicyModule(nnx.Module):
         nodes = [x for x in leaves if _is_node(x)]
         inputs = [None if _is_node(x) else x for x in leaves]  # no leaf itself is None
         graphdef, params, other_state = nnx.split((self.model, nodes), nnx.Param, ...)
-        settings: dict[str, dict[str, Any]] = {}
 
         def call(params, other_state, inputs):
             if "" in cast_owners:
@@ -151,7 +144,6 @@ class PolicyModule(nnx.Module):
             )
             old = {path: _arrays(leaf) for path, leaf in _flat_state(both).items()}
             out = copy(*args, **kwargs)
-            settings.update({path: _settings(m) for path, m in _modules(copy).items()})
             # Return only what changed: under a transformation, a variable from outside
             # can be read but not set.
             changed = {
@@ -162,23 +154,22 @@ class PolicyModule(nnx.Module):
             for path, param in nnx.to_flat_state(params):
                 if path in changed:
                     changed[path] = trees.cast_like(changed[path], param)
-            return out, nnx.from_flat_state(changed)
+            return out, nnx.from_flat_state(changed), _Settings.of(copy)
 
-        if any(map(_is_in_fp8, modules.values())):
+        def traced():
             try:
-                jaxpr = trace(call, (params, other_state, inputs)).closed
+                return trace(call, (params, other_state, inputs)).closed
             except NEEDS_VALUES:  # outside of jit, a model may need those of arrays
-                jaxpr = None
-            products.warn_about_fp8(type(self.model).__name__, jaxpr)
-        call.__name__ = type(self.model).__name__  # for error messages
-        out, changed = sums_in_float32(call, self.policies.reduce_dtype)(
+                return None
+
+        call.__name__ = name = type(self.model).__name__  # for error messages
+        in_half = any(map(_multiplies_in_half, modules.values()))
+        products.warn(name, resolved, traced, in_half=in_half, in_fp8=False)
+        out, changed, settings = sums_in_float32(call, self.policies.reduce_dtype)(
             params, other_state, inputs
         )
         nnx.update((self.model, nodes), changed)
-        for path, module in _modules(self.model).items():
-            for name, value in settings[path].items():
-                if vars(module).get(name) != value:
-                    setattr(module, name, value)
+        settings.apply(self.model)
         return resolved[""].policy.cast_to_output(out)
 
     def explain(self) -> Explanation:
@@ -210,10 +201,29 @@ def _flat_state(nodes: Any) -> dict[Any, Any]:
     return dict(nnx.to_flat_state(nnx.state(nodes)))
 
 
-def _settings(module: nnx.Module) -> dict[str, Any]:
-    """Return the attributes of a module that are plain Python values."""
-    plain = bool, int, float, str, type(None)
-    return {k: v for k, v in vars(module).items() if isinstance(v, plain)}
+@jax.tree_util.register_static  # a traced function may return it
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """The attributes of modules that are plain Python values, which a call may set."""
+
+    values: tuple[tuple[str, str, Any], ...]  # path, name, value
+
+    @classmethod
+    def of(cls, model: nnx.Module) -> "_Settings":
+        plain = bool, int, float, str, type(None)
+        found = [
+            (path, name, value)
+            for path, module in _modules(model).items()
+            for name, value in vars(module).items()
+            if isinstance(value, plain)
+        ]
+        return cls(tuple(found))
+
+    def apply(self, model: nnx.Module) -> None:
+        modules = _modules(model)
+        for path, name, value in self.values:
+            if vars(modules[path]).get(name) != value:
+                setattr(modules[path], name, value)
 
 
 def _modules(model: nnx.Module) -> dict[str, Any]:
@@ -255,6 +265,13 @@ def _has_dtype(module: nnx.Module) -> bool:
     return "dtype" in vars(module)
 
 
+def _multiplies_in_half(module: nnx.Module) -> bool:
+    """Return whether this is a layer that multiplies matrices in half."""
+    is_product = not isinstance(module, (*_NORMS, *_WEIGHT_NORMS, nnx.Embed))
+    dtype = module_policies.own_dtype(module)
+    return is_product and dtype is not None and dtypes.is_half(jnp.dtype(dtype))
+
+
 def _without_policy(model: PolicyModule) -> Any:
     """Return a copy of the model as its author made it, but for param dtypes."""
     copy, own_dtypes = nnx.clone(model.model), dict(model.own_dtypes)
@@ -276,7 +293,7 @@ def _set_dtypes(module: Any, of: ModulePolicy) -> None:
     if _has_dtype(module) and (is_overridden or (of.own_dtype is None and is_free)):
         is_weight_norm = issubclass(cls, _WEIGHT_NORMS)
         module.dtype = None if is_weight_norm else of.policy.compute_dtype
-    if of.is_fp8 and not _why_not_fp8(module):
+    if of.is_fp8 and _takes_fp8(module):
         module.dot_general = fp8.large_dot_general
         module.promote_dtype = _keep_kernel
     elif of.kept_dtype is None and _is_in_fp8(module):  # by another `with_policy`
@@ -298,23 +315,20 @@ def _take_out_of_fp8(module: Any) -> None:
     module.dot_general, module.promote_dtype = lax.dot_general, promote_dtype
 
 
-def _why_not_fp8(module: Any) -> str:
-    """Return why no product of a module can be in fp8, or ""."""
+def _takes_fp8(module: Any) -> bool:
+    """Return whether a large layer multiplies by a `dot_general` its author left."""
     if isinstance(module, nnx.Linear):
         sizes = module.in_features, module.out_features
     elif isinstance(module, nnx.LinearGeneral):
         sizes = math.prod(module.in_features), math.prod(module.out_features)
     else:
-        return "without a dot_general"
-    if _is_in_fp8(module):
-        return ""
-    if (
-        module.dot_general not in (None, lax.dot_general)
-        or getattr(module, "dot_general_cls", None) is not None
-        or module.promote_dtype is not promote_dtype
-    ):
-        return "with a dot_general or promote_dtype of its author"
-    return fp8.why_not_sizes(sizes)
+        return False
+    is_free = _is_in_fp8(module) or (
+        module.dot_general in (None, lax.dot_general)
+        and getattr(module, "dot_general_cls", None) is None
+        and module.promote_dtype is promote_dtype
+    )
+    return is_free and not fp8.why_not_sizes(sizes)
 
 
 def _keep_kernel(arrays: tuple[Any, ...], /, *, dtype: Any) -> tuple[Any, ...]:
@@ -322,22 +336,6 @@ def _keep_kernel(arrays: tuple[Any, ...], /, *, dtype: Any) -> tuple[Any, ...]:
     inputs, kernel, bias = arrays
     inputs, bias = promote_dtype((inputs, bias), dtype=dtype)
     return inputs, kernel, bias
-
-
-def _no_fp8_message(
-    model: nnx.Module, modules: Mapping[str, Any], resolved: Mapping[str, ModulePolicy]
-) -> str | None:
-    """Return the warning that no product can be in fp8, None if one can."""
-    if any(map(_is_in_fp8, modules.values())):
-        return None
-    reasons = collections.Counter()
-    for path in params_by_module(nnx.state(model, nnx.Param), modules):
-        of, cls = resolved[path], type(modules[path])
-        if of.is_fp8:
-            reasons[f"{cls.__name__} {_why_not_fp8(modules[path])}"] += 1
-        elif of.kept_dtype is not None:
-            reasons[f"{cls.__name__} with a dtype of its author"] += 1
-    return products.no_fp8_message(type(model).__name__, reasons)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,35 +346,6 @@ class _InFloat32:
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.fun(trees.cast_at_least_float32(x))
-
-
-def _no_half_message(
-    model: nnx.Module, modules: Mapping[str, Any], resolved: Mapping[str, ModulePolicy]
-) -> str | None:
-    """Return the warning that no layer is in half, None if one is or none should be."""
-    layers = [
-        path
-        for path, module in modules.items()
-        if _has_dtype(module) and not isinstance(module, (*_NORMS, nnx.Embed))
-    ]
-    kept = module_policies.kept_from_half(resolved)
-    kept = [path for path in kept if _has_dtype(modules[path])]
-    if not layers or set(layers) - set(kept):
-        return None
-    # Other modules may multiply their parameters, or add them, as a table of positions;
-    # that is not known before a call. Such tables are smaller than weights.
-    params = params_by_module(nnx.state(model, nnx.Param), modules)
-    sizes = {path: sum(leaf.size for leaf in leaves) for path, leaves in params.items()}
-    in_layers = sum(size for path, size in sizes.items() if path in layers)
-    in_half = sum(size for path, size in sizes.items() if not _has_dtype(modules[path]))
-    if in_half >= in_layers:
-        return None
-    return module_policies.no_half_message(
-        f"the {len(layers)} layers of {type(model).__name__}",
-        kept,
-        resolved[layers[0]].policy,
-        "`dtype=None`",
-    )
 
 
 def _keep_dtypes(arrays: tuple[Any, ...], /, **options: Any) -> tuple[Any, ...]:

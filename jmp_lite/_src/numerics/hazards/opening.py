@@ -41,8 +41,7 @@ def list_values(
         ids = set(map(id, given))
         return outs + [x for x in jax.tree.leaves((args, kwargs)) if id(x) not in ids]
 
-    with sources.lines_of_rules():
-        traced = tracing.trace(called, (fun, args, kwargs))
+    traced = tracing.trace(called, (fun, args, kwargs))
     opener, jaxpr = _Opener(target), compat.open_jaxpr(traced.closed)
     inputs = [_value_of(var.aval) for var in jaxpr.invars]
     are_loss_scales = _are_loss_scales((fun, args, kwargs))

@@ -19,6 +19,7 @@ from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards.graph import Value, terms_of
 from jmp_lite._src.numerics.hazards.scaling import UNSCALED, find_scalings, may_scale
+from jmp_lite._src.policy import policies_of
 
 Severity = Literal["error", "warning", "speed"]
 
@@ -28,6 +29,7 @@ class Program:
 
     def __init__(self, values: Sequence[Value], regions: Regions, target: str):
         self.values, self.regions, self.target = values, regions, target
+        self.compute_dtype = jnp.dtype(policies_of(regions.policy)[0].compute_dtype)
         find_scalings(values)
         results = [x for x in values if x.is_result and x.scaling.is_gradient]
         # Those of a train step that are its parameters after the update.
@@ -51,7 +53,8 @@ class Program:
 
     def _is_left(self, product: Value) -> bool:
         operands = product.ins[:2]
-        if not any(x.dtype in (jnp.float32, jnp.float64) for x in operands):
+        wide = {jnp.dtype(jnp.float32), jnp.dtype(jnp.float64)} - {self.compute_dtype}
+        if wide.isdisjoint(x.dtype for x in operands):
             return False
         # Angles of RoPE are outer products of positions and frequencies.
         is_angle = any(x.range and x.range.is_position for x in operands)

@@ -47,6 +47,22 @@ def _float32_product(value: Value, program: Program) -> str | None:
 
 
 @_of_products(
+    "float32-convolution",
+    "speed",
+    "cuDNN has no convolution of half operands with a float32 result: XLA casts the "
+    "operands, and the convolution takes the time of float32.",
+    "Leave out preferred_element_type=jnp.float32 and cast the result; under autocast, "
+    "keep half_results=True, the default.",
+)
+def _float32_convolution(value: Value, program: Program) -> str | None:
+    is_forward = program.target == "gpu" and not value.is_backward
+    is_convolution = value.eqn.primitive.name == "conv_general_dilated"
+    is_half = all(x.is_half for x in value.ins[:2])
+    if is_forward and is_convolution and is_half and value.dtype == jnp.float32:
+        return "a convolution of half operands with a float32 result"
+
+
+@_of_products(
     "float64-product",
     "speed",
     "Autocast leaves float64, and matrix units have none, or a slow one.",
