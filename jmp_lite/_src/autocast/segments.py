@@ -215,6 +215,11 @@ class _Search:
         rounded = set().union(*map(self._rounded_backward, groups))
         found = (self._segment(g, half) for g in groups if self.has_segments)
         segments = [segment for segment in found if segment is not None]
+        written = {v for segment in segments for v in segment.writes}
+        for i, plan in enumerate(plans):
+            if isinstance(plan.rule, rules.Softmax):
+                rule = plan.rule.of_logits(written)
+                plans[i] = dataclasses.replace(plan, rule=rule)
         steps, read_again = self._steps(segments, plans), self._read_again(half)
         return Arranged(half, plans, steps, rounded, read_again)
 
