@@ -70,24 +70,17 @@ class Values:
         """Set the values of variables, in the dtypes in which they are stored."""
         self._made.update(zip(variables, values, strict=True))
 
-    def write_arithmetic(
-        self, variables: Sequence[Var], values: Sequence[Any], half: Sequence[bool]
-    ) -> None:
-        """Set the float32 values of variables, of which some are stored in half."""
-        for var, value, is_half in zip(variables, values, half, strict=True):
+    def write_results(self, eqn: Eqn, plan: EqnPlan, results: Sequence[Any]) -> None:
+        """Set the results of an equation; those of arithmetic may be stored in half."""
+        self.write(eqn.outvars, results)
+        if not plan.rule.is_arithmetic:
+            return
+        for var, is_half in zip(eqn.outvars, plan.half_out, strict=True):
             if is_half:
-                self._inner[var] = value
+                self._inner[var] = value = self._made[var]
                 is_read = var in self._read_again
                 store = sums.stored if is_read else lax.convert_element_type
-                value = store(value, self.half_dtype)
-            self._made[var] = value
-
-    def write_results(self, eqn: Eqn, plan: EqnPlan, results: Sequence[Any]) -> None:
-        """Set the results of an equation, as its plan has them."""
-        if plan.rule.is_arithmetic:
-            self.write_arithmetic(eqn.outvars, results, plan.half_out)
-        else:
-            self.write(eqn.outvars, results)
+                self._made[var] = binding.call(eqn, store, value, self.half_dtype)
 
     def hold(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
         """Set what `held` has returned, of the same variables."""
