@@ -279,8 +279,8 @@ def rotary_angles_cast_too_early(x, position):
 
 @in_float16(f32(8, 8), under=in_autocast)
 def positions_that_autocast_casts(w):
-    positions = jnp.arange(4096.0).reshape(512, 8)
-    return jnp.sum((positions @ w) ** 2)  # hazard: positions-in-half
+    positions = jnp.arange(4096.0).reshape(512, 8)  # hazard: positions-in-half
+    return jnp.sum((positions @ w) ** 2)
 
 
 # Speed.

@@ -134,7 +134,9 @@ def asked(eqn: Eqn, use: int, of: Structure, is_forward: bool) -> list[int]:
     if all(map(core.is_bool, eqn.outvars)):  # whether numbers are finite, say
         return [passed * core.is_bool(v) for v in eqn.invars]
     if has(name, Fact.JOINS | Fact.CHOOSES):
-        return [_of_mask(eqn, of), *[passed] * (len(eqn.invars) - 1)]
+        # In the backward pass, a mask is of what the forward pass has chosen.
+        mask = _of_mask(eqn, of) if is_forward else 0
+        return [mask, *[passed] * (len(eqn.invars) - 1)]
     if known & (Fact.FRACTION | Fact.PERIODIC):
         return [ALL] * len(eqn.invars)
     if name in _TIMES_ONE_ANOTHER:
