@@ -8,7 +8,7 @@ float32: see `sums`.
 
 import functools
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -100,7 +100,7 @@ class Values:
             self._cast[var] = (
                 binding.bind(move, [self.in_f32(move.invars[0])])[0]
                 if move
-                else sums.read_stored(value)
+                else binding.in_mesh_of(value, sums.read_stored, value)
                 if var in self._read_again
                 else _cast(value, F32)
             )
@@ -128,6 +128,14 @@ class Values:
                 operands.append(self._inner[var])
         operands = sums.bounded(operands, plan.bounded, self.half_dtype)
         return binding.bind_here(eqn, operands)
+
+    def run_arithmetic(self, eqn: Eqn, plan: EqnPlan, rounded: Set[Var]) -> None:
+        """Run arithmetic, some of whose results have `rounded` gradients."""
+        results = [
+            sums.rounded_backward(x, self.half_dtype) if v in rounded else x
+            for v, x in zip(eqn.outvars, self.apply_in_float32(eqn, plan), strict=True)
+        ]
+        self.write_arithmetic(eqn.outvars, results, plan.half_out)
 
     def apply(self, eqn: Eqn, half: Sequence[bool]) -> list[Any]:
         """Return the results of an equation, whose transpose sums in float32."""
@@ -325,17 +333,11 @@ class Emitter:
                 continue
             eqn, of_eqn = plan.jaxpr.eqns[step], plan.eqn_plans[step]
             if step not in zeros:
-                results = self.run_eqn(eqn, of_eqn, values)
-                if of_eqn.rule.is_arithmetic:
-                    results = [
-                        sums.rounded_backward(x, self.half_dtype)
-                        if v in plan.rounded
-                        else x
-                        for v, x in zip(eqn.outvars, results, strict=True)
-                    ]
-                    values.write_arithmetic(eqn.outvars, results, of_eqn.half_out)
+                if of_eqn.rule.is_arithmetic:  # what it stores is cast where it is made
+                    args = eqn, of_eqn, plan.rounded
+                    binding.call(eqn, values.run_arithmetic, *args)
                 else:
-                    values.write(eqn.outvars, results)
+                    values.write(eqn.outvars, self.run_eqn(eqn, of_eqn, values))
                 continue
             operands = values.read(eqn.invars, (True, True))
             is_half = of_eqn.half_out[0] or core.is_half(eqn.outvars[0])
