@@ -185,7 +185,7 @@ class _Search:
         for i, (eqn, plan) in enumerate(zip(self.eqns, self.plans, strict=True)):
             operands = set(variables(plan.rule.operands(eqn)))
             has_products = any(body.has_products for body in plan.bodies)
-            is_source = plan.rule.is_source or has_products
+            is_source = plan.rule.is_source or has_products or any(plan.half_out)
             if is_source or not self.computed.isdisjoint(operands):
                 self.computed.update(eqn.outvars)
             for v in operands if self.is_alive[i] else ():
