@@ -42,7 +42,15 @@ from jmp_lite._src.autocast.storage import (
 )
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Jaxpr, Var, variables
-from jmp_lite._src.jaxprs.primitives import CALLS, CAST, Fact, degree, degrees, facts
+from jmp_lite._src.jaxprs.primitives import (
+    CALLS,
+    CAST,
+    Fact,
+    degree,
+    degrees,
+    facts,
+    has,
+)
 
 # A product makes again what repeats an array so many times.
 _REPEATS = 2
@@ -358,16 +366,25 @@ class _Search:
             of_eqn = self._terms(eqn, terms)
             terms.update(dict.fromkeys(eqn.outvars, of_eqn))
             (out, *_) = eqn.outvars
-            if not of_eqn or len(of_eqn) < 2 or self.held[out] != HALF:
+            readers = [self.eqns[r] for r in self.readers[out]]
+            is_of_norm = self._has_statistics(out)
+            if not of_eqn or len(of_eqn) < 2 - is_of_norm or self.held[out] != HALF:
                 continue
             if not (_adds(eqn) or _is_exact(eqn)):
                 continue
-            readers = [self.eqns[r] for r in self.readers[out]]
             goes_on = len(readers) == 1 and (_adds(readers[0]) or _is_exact(readers[0]))
             if not goes_on and not self.uses[out] & Use.DIGITS:
                 found.add(out)
                 terms[out] = frozenset([out])
         return found
+
+    def _has_statistics(self, var: Var) -> bool:
+        """Return whether the sum of a value along its rows is taken beside others."""
+        readers = [self.eqns[r] for r in self.readers[var]]
+        if any(is_reduction(e) and has(e.primitive.name, Fact.SUMS) for e in readers):
+            return len(readers) > 1
+        moved = [v for eqn in readers if _moves_in_order(eqn) for v in eqn.outvars]
+        return any(map(self._has_statistics, moved))
 
     def _terms(
         self, eqn: Eqn, terms: Mapping[Var, frozenset[Var] | None]
