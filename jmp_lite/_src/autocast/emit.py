@@ -18,7 +18,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite._src import compat, dtypes
-from jmp_lite._src.autocast import products, segments, sums
+from jmp_lite._src.autocast import half_calls, products, segments, sums
 from jmp_lite._src.autocast.digits import Use
 from jmp_lite._src.autocast.storage import (
     HALF,
@@ -379,8 +379,9 @@ class Emitter:
 
     def run_eqn(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
         """Return the results of one equation, run as its plan says."""
-        is_run = any(plan.half_in) or not all(b.changes_nothing for b in plan.bodies)
-        if plan.bodies and is_run:
+        is_written = all(body.changes_nothing for body in plan.bodies)
+        is_written &= not (any(plan.half_in) or half_calls.is_choice(eqn))
+        if plan.bodies and not is_written:
             return self._rebuild(eqn, plan, values)
         # A cast is in the name scope of the equation that it is first made for.
         return binding.call(eqn, plan.rule.run, eqn, plan, values)
