@@ -8,7 +8,7 @@ float32: see `sums`.
 
 import functools
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jmp_lite._src import compat, dtypes
-from jmp_lite._src.autocast import segments, sums
+from jmp_lite._src.autocast import half_calls, segments, sums
 from jmp_lite._src.autocast.digits import Use
 from jmp_lite._src.autocast.storage import (
     HALF,
@@ -99,7 +99,7 @@ class Values:
             self._cast[var] = (
                 binding.bind(move, [self.in_f32(move.invars[0])])[0]
                 if move
-                else sums.read_stored(value)
+                else binding.in_mesh_of(value, sums.read_stored, value)
                 if var in self._read_again
                 else _cast(value, F32)
             )
@@ -127,6 +127,14 @@ class Values:
                 operands.append(self._inner[var])
         operands = sums.bounded(operands, plan.bounded, self.half_dtype)
         return binding.bind_here(eqn, operands)
+
+    def run_arithmetic(self, eqn: Eqn, plan: EqnPlan, rounded: Set[Var]) -> None:
+        """Run arithmetic, some of whose results have `rounded` gradients."""
+        results = [
+            sums.rounded_backward(x, self.half_dtype) if v in rounded else x
+            for v, x in zip(eqn.outvars, self.apply_in_float32(eqn, plan), strict=True)
+        ]
+        self.write_arithmetic(eqn.outvars, results, plan.half_out)
 
     def apply(self, eqn: Eqn, half: Sequence[bool]) -> list[Any]:
         """Return the results of an equation, whose transpose sums in float32."""
@@ -261,15 +269,11 @@ class Emitter:
                 values.write(product.outvars, outs)
                 continue
             eqn, of_eqn = plan.jaxpr.eqns[step], plan.eqn_plans[step]
-            results = self.run_eqn(eqn, of_eqn, values)
-            if not of_eqn.rule.is_arithmetic:
-                values.write(eqn.outvars, results)
-                continue
-            results = [
-                sums.rounded_backward(x, self.half_dtype) if v in plan.rounded else x
-                for v, x in zip(eqn.outvars, results, strict=True)
-            ]
-            values.write_arithmetic(eqn.outvars, results, of_eqn.half_out)
+            if of_eqn.rule.is_arithmetic:  # what it stores is cast where it is made
+                args = eqn, of_eqn, plan.rounded
+                binding.call(eqn, values.run_arithmetic, *args)
+            else:
+                values.write(eqn.outvars, self.run_eqn(eqn, of_eqn, values))
         return values.read(plan.jaxpr.outvars, half_out)
 
     def _run_part(self, part: Part, plan: Plan, values: Values) -> Sequence[jax.Array]:
@@ -302,8 +306,9 @@ class Emitter:
 
     def run_eqn(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
         """Return the results of one equation, run as its plan says."""
-        is_run = any(plan.half_in) or not all(b.changes_nothing for b in plan.bodies)
-        if plan.bodies and is_run:
+        is_written = all(body.changes_nothing for body in plan.bodies)
+        is_written &= not (any(plan.half_in) or half_calls.is_choice(eqn))
+        if plan.bodies and not is_written:
             return self._rebuild(eqn, plan, values)
         # A cast is in the name scope of the equation that it is first made for.
         return binding.call(eqn, plan.rule.run, eqn, plan, values)

@@ -193,7 +193,7 @@ class _Search:
         for i, (eqn, plan) in enumerate(zip(self.eqns, self.plans, strict=True)):
             operands = set(variables(plan.rule.operands(eqn)))
             has_products = any(body.has_products for body in plan.bodies)
-            is_source = plan.rule.is_source or has_products
+            is_source = plan.rule.is_source or has_products or any(plan.half_out)
             if is_source or not self.computed.isdisjoint(operands):
                 self.computed.update(eqn.outvars)
             for v in operands if self.is_alive[i] else ():
@@ -211,17 +211,19 @@ class _Search:
             self._find_levels()
         groups = self._groups()
         self.group = {i: n for n, group in enumerate(groups) for i in group}
+        segments = [g for g in groups if self.has_segments and self._is_costly(g)]
+        self.in_segments = {i for group in segments for i in group}
         self.choices = self._choices_of_stored()
         for i in self.choices:
             self.plans[i], self.is_inside[i] = in_half(i), False
             groups[self.group.pop(i)].remove(i)
-        groups = list(filter(None, groups))
+        groups, segments = (list(filter(None, of)) for of in (groups, segments))
         half = self._stored()
         plans = [self._with_dtypes(i, half) for i in range(len(self.eqns))]
         for i, bounded in self._bounded(half).items():
             plans[i] = dataclasses.replace(plans[i], bounded=bounded)
         rounded = set().union(*map(self._rounded_backward, groups))
-        found = (self._segment(g, half) for g in groups if self.has_segments)
+        found = (self._segment(g, half) for g in segments if self._is_costly(g))
         segments = [segment for segment in found if segment is not None]
         steps, read_again = self._steps(segments, plans), self._read_again(half)
         return Arranged(half, plans, steps, rounded, read_again)
@@ -339,12 +341,16 @@ class _Search:
         return is_read and all(self._reads_half(r, var) for r in readers)
 
     def _runs_beside(self, var: Var, reader: int) -> bool:
-        """Return whether arithmetic reads a value as soon as it is made."""
+        """Return whether arithmetic reads a value as soon as it is made.
+
+        So does a softmax, of what is not made in a segment that runs again.
+        """
         maker = self.made_by.get(var)
-        is_between = (
-            maker is not None and self.is_inside[maker] and self.is_inside[reader]
-        )
-        return is_between and self.level[maker] == self.level[reader]
+        if maker is None or not self.is_inside[maker]:
+            return False
+        if isinstance(self.plans[reader].rule, rules.Softmax):
+            return maker not in self.in_segments
+        return self.is_inside[reader] and self.level[maker] == self.level[reader]
 
     def _reads_half(self, reader: int, var: Var) -> bool:
         plan = self.plans[reader]
@@ -530,17 +536,20 @@ class _Search:
                 summed[v] = v if is_first else made_of[0]
         return list(found)
 
-    def _segment(self, group: Sequence[int], half: Set[Var]) -> Segment | None:
-        """Return the segment of equations, None if to compute it again buys nothing."""
-        inside, eqns = set(group), [self.eqns[i] for i in group]
+    def _is_costly(self, group: Sequence[int]) -> bool:
+        """Return whether to compute equations again spares arrays."""
+        eqns = [self.eqns[i] for i in group]
         if not any(map(keeps_arrays, eqns)):
-            return None
+            return False
         # XLA computes products of arrays again by itself, where it keeps a mask.
         size = max(core.size(eqn.outvars[0]) for eqn in eqns)
         large = [eqn for eqn in eqns if core.size(eqn.outvars[0]) * 2 >= size]
-        is_costly = not all(map(_is_polynomial, large))
-        if not (is_costly or self.is_in_loop):
-            return None
+        return self.is_in_loop or not all(map(_is_polynomial, large))
+
+    def _segment(self, group: Sequence[int], half: Set[Var]) -> Segment | None:
+        """Return the segment of equations, None if nothing reads what it makes."""
+        inside = set(group)
+        size = max(core.size(self.eqns[i].outvars[0]) for i in group)
         made = {v for i in group for v in self.eqns[i].outvars}
         moves = self._moves_before(group, made)
         indices = [*moves, *group]
