@@ -376,7 +376,9 @@ class SubJaxprs(Rule):
         read = self.reads(op, uses, body)
         castable = {sub.operands[k] for sub in op.bodies for k in sub.casts_in}
         for i, held in enumerate(ins):
-            if read[i] == Use.HALF and i in castable and held in (INPUT, FLOAT32):
+            if held == HALF and read[i] & Use.DIGITS:
+                ins[i] = FLOAT32
+            elif read[i] == Use.HALF and i in castable and held in (INPUT, FLOAT32):
                 ins[i] = HALF
         fixed = {sub.operands[k] for sub in op.bodies for k in sub.fixed_in}
         plans = tuple(
