@@ -8,7 +8,7 @@ float32: see `sums`.
 
 import functools
 import types
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,13 @@ from jmp_lite._src.jaxprs import binding, control_flow, core, name_scopes, sourc
 from jmp_lite._src.jaxprs.core import F32, Eqn, Var, is_f32
 from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts
 from jmp_lite._src.jaxprs.structure import structure
+
+
+class Rounded(NamedTuple):
+    """A value that arithmetic has computed, and that is stored in half."""
+
+    stored: Any
+    inner: Any  # in float32, before it is rounded
 
 
 class Values:
@@ -74,6 +81,29 @@ class Values:
                 value = store(value, self.half_dtype)
             self._made[var] = value
 
+    def write_results(self, eqn: Eqn, plan: EqnPlan, results: Sequence[Any]) -> None:
+        """Set the results of an equation, as its plan has them."""
+        if plan.rule.is_arithmetic:
+            self.write_arithmetic(eqn.outvars, results, plan.half_out)
+        else:
+            self.write(eqn.outvars, results)
+
+    def hold(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
+        """Set what `held` has returned, of the same variables."""
+        for var, value in zip(variables, values, strict=True):
+            if isinstance(value, Rounded):
+                value, self._inner[var] = value
+            self._made[var] = value
+
+    def held(self, variables: Sequence[Var]) -> list[Any]:
+        """Return what is known of variables: as it is stored, or `Rounded`."""
+        return [
+            Rounded(self._made[v], self._inner[v])
+            if v in self._inner
+            else self._made[v]
+            for v in variables
+        ]
+
     def read(self, variables: Sequence[Var], half: Sequence[bool]) -> list[Any]:
         """Return values, in half where `half` says so, else in the program's dtype."""
         return [
@@ -84,6 +114,10 @@ class Values:
     def read_bounded(self, var: Var) -> Any:
         """Return a value in half; of a mask in float32, numbers stay finite."""
         return self._in_half(var, joins=True)
+
+    def stored(self, var: Var) -> Any:
+        """Return a value in the dtype in which it is stored."""
+        return self._made[var]
 
     def inner(self, var: Var) -> Any:
         """Return what arithmetic has computed, before it is rounded to half."""
@@ -113,28 +147,17 @@ class Values:
     def _knows_origin(self, var: Var) -> bool:
         return var in self._cast or var in self._moved_by
 
-    def apply_in_float32(self, eqn: Eqn, plan: EqnPlan) -> list[Any]:
-        """Return the results of arithmetic, of stored half values and others."""
-        operands = []
-        for var, is_half in zip(eqn.invars, plan.half_in, strict=True):
-            if (
-                is_half and self._made[var].dtype == F32
-            ):  # of a dry run, not rounded yet
-                operands.append(lax.convert_element_type(self._in_half(var), F32))
-            elif is_half or compat.is_literal(var) or var not in self._inner:
-                operands.append(self._as_written(var))
-            else:
-                operands.append(self._inner[var])
-        operands = sums.bounded(operands, plan.bounded, self.half_dtype)
-        return binding.bind_here(eqn, operands)
-
-    def run_arithmetic(self, eqn: Eqn, plan: EqnPlan, rounded: Set[Var]) -> None:
-        """Run arithmetic, some of whose results have `rounded` gradients."""
-        results = [
-            sums.rounded_backward(x, self.half_dtype) if v in rounded else x
-            for v, x in zip(eqn.outvars, self.apply_in_float32(eqn, plan), strict=True)
+    def operands(self, eqn: Eqn, plan: EqnPlan) -> Sequence[Any]:
+        """Return what an equation reads: arithmetic, also before it is rounded."""
+        if not plan.rule.is_arithmetic:
+            return self.read(eqn.invars, plan.half_in)
+        operands = [
+            self._as_written(v)
+            if is_half or compat.is_literal(v) or v not in self._inner
+            else self._inner[v]
+            for v, is_half in zip(eqn.invars, plan.half_in, strict=True)
         ]
-        self.write_arithmetic(eqn.outvars, results, plan.half_out)
+        return sums.bounded(operands, plan.bounded, self.half_dtype)
 
     def apply(self, eqn: Eqn, half: Sequence[bool]) -> list[Any]:
         """Return the results of an equation, whose transpose sums in float32."""
@@ -269,11 +292,16 @@ class Emitter:
                 values.write(product.outvars, outs)
                 continue
             eqn, of_eqn = plan.jaxpr.eqns[step], plan.eqn_plans[step]
-            if of_eqn.rule.is_arithmetic:  # what it stores is cast where it is made
-                args = eqn, of_eqn, plan.rounded
-                binding.call(eqn, values.run_arithmetic, *args)
-            else:
-                values.write(eqn.outvars, self.run_eqn(eqn, of_eqn, values))
+            results = self.run_eqn(eqn, of_eqn, values)
+            if of_eqn.rule.is_arithmetic:
+                results = [
+                    sums.rounded_backward(x, self.half_dtype)
+                    if v in plan.rounded
+                    else x
+                    for v, x in zip(eqn.outvars, results, strict=True)
+                ]
+            # What it stores is cast where it is made.
+            binding.call(eqn, values.write_results, eqn, of_eqn, results)
         return values.read(plan.jaxpr.outvars, half_out)
 
     def _run_part(self, part: Part, plan: Plan, values: Values) -> Sequence[jax.Array]:
@@ -408,7 +436,7 @@ class Emitter:
 
     def _rebuild(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
         """Run an equation around its rewritten jaxprs."""
-        operands = binding.call(eqn, values.read, eqn.invars, plan.half_in)
+        operands = list(binding.call(eqn, values.operands, eqn, plan))
         subs = control_flow.sub_jaxprs(eqn) or ()
         bodies = []
         for body, sub in zip(plan.bodies, subs, strict=True):

@@ -243,6 +243,11 @@ class _Search:
         rounded = set().union(*map(self._rounded_backward, groups))
         found = (self._segment(g, half) for g in segments if self._is_costly(g))
         segments = [segment for segment in found if segment is not None]
+        written = {v for segment in segments for v in segment.writes}
+        for i, plan in enumerate(plans):
+            if isinstance(plan.rule, rules.Softmax):
+                rule = plan.rule.of_logits(written)
+                plans[i] = dataclasses.replace(plan, rule=rule)
         steps, read_again = self._steps(segments, plans), self._read_again(half)
         return Arranged(half, plans, steps, rounded, read_again)
 
@@ -616,7 +621,7 @@ class _Search:
             half_in=tuple(v in half for v in reads),
             writes=tuple(writes),
             half_out=tuple(v in half for v in writes),
-            compares=any(_compares(eqn, self.differentiated) for eqn in eqns),
+            compares=any(_compares(self.eqns[i], self.differentiated) for i in group),
             kept=tuple(
                 self.is_in_loop
                 and v in self.computed
