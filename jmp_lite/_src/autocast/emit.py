@@ -9,7 +9,7 @@ float32: see `sums`.
 import functools
 import types
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
