@@ -24,8 +24,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jmp_lite._src import compat
+from jmp_lite._src.autocast.sums import is_lookup
 from jmp_lite._src.jaxprs import core
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, variables
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, inner_eqns, variables
 from jmp_lite._src.jaxprs.primitives import CAST, Fact, adds, degrees, facts, has
 
 
@@ -39,11 +40,13 @@ class Use:
       DTYPE: the mask of these three.
       NEAR, TERMS, ALL: which digits are asked for, see above.
       DIGITS: the mask of these three.
+      SUMMED: a sum with the result of a product, as a residual stream, reads it.
     """
 
     HALF, FLOAT32, RETURNED = 1, 2, 4
     NEAR, TERMS, ALL = 8, 16, 32
     DTYPE, DIGITS = 7, 56
+    SUMMED = 64
 
 
 NEAR, TERMS, ALL = Use.NEAR, Use.TERMS, Use.ALL
@@ -62,10 +65,14 @@ class Structure(NamedTuple):
     roots: dict[Var, Var]  # the array that a value is a part of, or moved from
     carried: set[Var]  # sums and multiples of what a loop carries
     inputs: frozenset[Var]
+    looked_up: set[Var]  # rows of a table, moved at most
+    products: set[Var]  # made of the result of a product
 
     def is_moved_input(self, var: Var) -> bool:
-        """Return whether a variable is an input, or moved from one."""
-        return not compat.is_literal(var) and self.roots.get(var, var) in self.inputs
+        """Return whether a variable is an input, or moved from one: no rows of it."""
+        if compat.is_literal(var) or var in self.looked_up:
+            return False
+        return self.roots.get(var, var) in self.inputs
 
 
 def structure(
@@ -79,9 +86,12 @@ def structure(
     origins = {v: 1 << next(count) for v in (*jaxpr.constvars, *jaxpr.invars)}
     carried = set(filter(core.is_f32, carry))
     inputs = frozenset(origins)
-    found = Structure({}, origins, set(), set(), {}, carried, inputs)
+    found = Structure({}, origins, set(), set(), {}, carried, inputs, set(), set())
     for eqn, arithmetic in zip(jaxpr.eqns, is_arithmetic, strict=True):
         found.made_by.update(dict.fromkeys(eqn.outvars, eqn))
+        is_made = not found.products.isdisjoint(variables(eqn.invars))
+        if is_made or any(has(e.primitive.name, Fact.PRODUCT) for e in inner_eqns(eqn)):
+            found.products.update(eqn.outvars)
         if not arithmetic:
             found.origins.update({v: 1 << next(count) for v in eqn.outvars})
             continue
@@ -101,6 +111,8 @@ def _note(eqn: Eqn, found: Structure) -> None:
     if known & Fact.MOVES and floats:
         root = found.roots.get(floats[0], floats[0])
         found.roots.update(dict.fromkeys(eqn.outvars, root))
+        if is_lookup(eqn) or floats[0] in found.looked_up:
+            found.looked_up.update(eqn.outvars)
         if core.size(floats[0]) < size:
             found.spread.update(eqn.outvars)
     elif all(v in found.spread or core.size(v) == 1 for v in floats):
@@ -147,6 +159,23 @@ def asked(eqn: Eqn, use: int, of: Structure, is_forward: bool) -> list[int]:
     if known & Fact.NEAR_ONE:
         own = [NEAR] * len(eqn.invars)
     return [x | y for x, y in zip(own, _passed_on(eqn, passed, of), strict=True)]
+
+
+def summed(eqn: Eqn, use: int, of: Structure) -> list[int]:
+    """Return which operands a sum with the result of a product reads, as bits."""
+    known, size = facts(eqn.primitive.name), core.size(eqn.outvars[0])
+    is_array = [
+        not compat.is_literal(v) and v not in of.spread and core.size(v) >= size
+        for v in eqn.invars
+    ]
+    if not known & (Fact.LINEAR | Fact.MOVES | Fact.JOINS):
+        is_multiple = known & Fact.BROADCASTS and is_array.count(True) == 1
+        return [use & Use.SUMMED if is_multiple and x else 0 for x in is_array]
+    is_sum = adds(eqn.primitive.name) and all(is_array)
+    are_products = [is_sum and v in of.products for v in eqn.invars]
+    if any(are_products):
+        use = Use.SUMMED
+    return [use & Use.SUMMED if x else 0 for x in is_array]
 
 
 def _of_own(eqn: Eqn, use: int, of: Structure) -> list[int]:

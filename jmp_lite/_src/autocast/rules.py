@@ -226,9 +226,14 @@ def has_half_result(op: Op, use: int, body: Body) -> bool:
         return False
     if body.place.direction is Direction.RECOMPUTED:  # nothing may depend on the uses
         return by_scope is True
-    if by_scope or body.analyzer.table.half_results:
+    if _may_have_half_results(op, body):
         return bool(use & (Use.HALF | Use.FLOAT32))
     return use == Use.HALF
+
+
+def _may_have_half_results(op: Op, body: Body) -> bool:
+    by_scope = op.region.half_results
+    return body.analyzer.table.half_results if by_scope is None else by_scope
 
 
 class Arithmetic(Rule):
@@ -244,6 +249,13 @@ class Arithmetic(Rule):
     def __init__(self, name: str):
         self.name = name  # pyright: ignore[reportAttributeAccessIssue]
         self.is_safe = name in ("promote", "passthrough")
+
+    def reads(self, op, uses, body):
+        found = super().reads(op, uses, body)
+        if not _may_have_half_results(op, body):
+            return found
+        of_sums = digits.summed(op.eqn, union(uses), body.structure)
+        return [x | y for x, y in zip(found, of_sums, strict=True)]
 
     def stores(self, op, ins, uses, body):
         plan, outs = self.as_written(op, UNSAFE if self.name == "float32" else "")
@@ -278,8 +290,9 @@ class Move(Rule):
     def reads(self, op, uses, body):
         use, name = union(uses), op.eqn.primitive.name
         if sums.is_lookup(op.eqn):
-            index, use = Use.FLOAT32, use & ~Use.HALF | Use.FLOAT32
-            return [use, *[index] * (len(op.eqn.invars) - 1)]
+            may_be_cast = _is_rounded(use) and not op.region.reduces_in_float32
+            of_table = Use.HALF if may_be_cast else use & ~Use.HALF | Use.FLOAT32
+            return [of_table, *[Use.FLOAT32] * (len(op.eqn.invars) - 1)]
         if len(op.eqn.outvars) == len(op.eqn.invars):  # a barrier
             return uses
         asked = super().reads(op, uses, body)
@@ -318,11 +331,16 @@ class Move(Rule):
                 for v, held in zip(eqn.invars, ins, strict=True)
             )
         if sums.is_lookup(eqn) and ins[0] == INPUT:
-            return bool(use & Use.HALF) and not use & Use.RETURNED
+            return _is_rounded(use)
         # It moves half the bytes if it is cast before. What drops numbers would cast
         # more than it has to, and what repeats them sums in its transpose.
         permutes = facts(eqn.primitive.name) & Fact.PERMUTES
         return bool(permutes) and use == Use.HALF
+
+
+def _is_rounded(use: int) -> bool:
+    """Return whether rows of a table are rounded to half, whatever reads them too."""
+    return bool(use & (Use.HALF | Use.SUMMED)) and not use & (Use.RETURNED | Use.DIGITS)
 
 
 class Called(Arithmetic):
@@ -334,7 +352,7 @@ class Called(Arithmetic):
     def reads(self, op, uses, body):
         (sub,) = op.bodies
         found = body.analyzer.uses_of(sub, body.inside(op, sub), uses)
-        return [Use.FLOAT32 | use & Use.DIGITS for use in found]
+        return [Use.FLOAT32 | use & ~Use.DTYPE for use in found]
 
     def stores(self, op, ins, uses, body):
         (sub,) = op.bodies
@@ -370,7 +388,9 @@ class SubJaxprs(Rule):
         read = self.reads(op, uses, body)
         castable = {sub.operands[k] for sub in op.bodies for k in sub.casts_in}
         for i, held in enumerate(ins):
-            if read[i] == Use.HALF and i in castable and held in (INPUT, FLOAT32):
+            if held == HALF and read[i] & Use.DIGITS:
+                ins[i] = FLOAT32
+            elif read[i] == Use.HALF and i in castable and held in (INPUT, FLOAT32):
                 ins[i] = HALF
         fixed = {sub.operands[k] for sub in op.bodies for k in sub.fixed_in}
         plans = tuple(

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast import products, rules
+from jmp_lite._src.autocast import products, rules, sums
 from jmp_lite._src.autocast.digits import Structure, Use
 from jmp_lite._src.autocast.storage import (
     HALF,
@@ -42,7 +42,15 @@ from jmp_lite._src.autocast.storage import (
 )
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Jaxpr, Var, variables
-from jmp_lite._src.jaxprs.primitives import CALLS, CAST, Fact, degree, degrees, facts
+from jmp_lite._src.jaxprs.primitives import (
+    CALLS,
+    CAST,
+    Fact,
+    degree,
+    degrees,
+    facts,
+    has,
+)
 
 # A product makes again what repeats an array so many times.
 _REPEATS = 2
@@ -86,7 +94,9 @@ def is_reduction(eqn: Eqn) -> bool:
 
 def _reduces(name: str, params: Mapping[str, Any]) -> bool:
     reduces = facts(name) & (Fact.SUMS | Fact.CHOOSES | Fact.ARITHMETIC)
-    return bool(reduces) and all(isinstance(a, int) for a in params.get("axes", "?"))
+    return bool(reduces) and all(
+        isinstance(a, int | np.integer) for a in params.get("axes", "?")
+    )
 
 
 def is_arithmetic(eqn: Eqn) -> bool:
@@ -157,6 +167,21 @@ def _is_polynomial(eqn: Eqn) -> bool:
     return all(not of & Fact.ELEMENTWISE or of & polynomial for of in known)
 
 
+def _compares(eqn: Eqn, differentiated: Set[Var]) -> bool:
+    """Return whether numbers of an equation must be equal to the last bit.
+
+    The gradient of a largest number goes to what equals it.
+    """
+    for body in compat.jaxprs_of(eqn):
+        inner = sums.find_differentiated(body)
+        if any(_compares(e, inner) for e in body.eqns):
+            return True
+    if facts(eqn.primitive.name) & Fact.COMPARES:
+        return all(core.is_float(v) and not compat.is_literal(v) for v in eqn.invars)
+    is_chosen = facts(eqn.primitive.name) & Fact.CHOOSES and is_reduction(eqn)
+    return bool(is_chosen) and not differentiated.isdisjoint(eqn.outvars)
+
+
 def _without_gradients(eqns: Sequence[Eqn]) -> set[Var]:
     """Return what is computed of nothing, or behind a `stop_gradient`."""
     found: set[Var] = set()
@@ -180,12 +205,13 @@ class _Search:
             for eqn in self.eqns
         ]
         self.constant = _without_gradients(self.eqns)
+        self.differentiated = sums.find_differentiated(jaxpr)
         # What is computed from products, and not from parameters alone.
         self.computed = {v for v in jaxpr.invars if held[v] not in (INPUT, OTHER)}
         for i, (eqn, plan) in enumerate(zip(self.eqns, self.plans, strict=True)):
             operands = set(variables(plan.rule.operands(eqn)))
             has_products = any(body.has_products for body in plan.bodies)
-            is_source = plan.rule.is_source or has_products
+            is_source = plan.rule.is_source or has_products or any(plan.half_out)
             if is_source or not self.computed.isdisjoint(operands):
                 self.computed.update(eqn.outvars)
             for v in operands if self.is_alive[i] else ():
@@ -203,17 +229,19 @@ class _Search:
             self._find_levels()
         groups = self._groups()
         self.group = {i: n for n, group in enumerate(groups) for i in group}
+        segments = [g for g in groups if self.has_segments and self._is_costly(g)]
+        self.in_segments = {i for group in segments for i in group}
         self.choices = self._choices_of_stored()
         for i in self.choices:
             self.plans[i], self.is_inside[i] = in_half(i), False
             groups[self.group.pop(i)].remove(i)
-        groups = list(filter(None, groups))
+        groups, segments = (list(filter(None, of)) for of in (groups, segments))
         half = self._stored()
         plans = [self._with_dtypes(i, half) for i in range(len(self.eqns))]
         for i, bounded in self._bounded(half).items():
             plans[i] = dataclasses.replace(plans[i], bounded=bounded)
         rounded = set().union(*map(self._rounded_backward, groups))
-        found = (self._segment(g, half) for g in groups if self.has_segments)
+        found = (self._segment(g, half) for g in segments if self._is_costly(g))
         segments = [segment for segment in found if segment is not None]
         written = {v for segment in segments for v in segment.writes}
         for i, plan in enumerate(plans):
@@ -336,12 +364,16 @@ class _Search:
         return is_read and all(self._reads_half(r, var) for r in readers)
 
     def _runs_beside(self, var: Var, reader: int) -> bool:
-        """Return whether arithmetic reads a value as soon as it is made."""
+        """Return whether arithmetic reads a value as soon as it is made.
+
+        So does a softmax, of what is not made in a segment that runs again.
+        """
         maker = self.made_by.get(var)
-        is_between = (
-            maker is not None and self.is_inside[maker] and self.is_inside[reader]
-        )
-        return is_between and self.level[maker] == self.level[reader]
+        if maker is None or not self.is_inside[maker]:
+            return False
+        if isinstance(self.plans[reader].rule, rules.Softmax):
+            return maker not in self.in_segments
+        return self.is_inside[reader] and self.level[maker] == self.level[reader]
 
     def _reads_half(self, reader: int, var: Var) -> bool:
         plan = self.plans[reader]
@@ -353,9 +385,9 @@ class _Search:
         """Return sums of arrays, as in a residual stream: these are stored.
 
         What reads them starts from the sum, and the backward pass keeps one array, not
-        its terms. Of a sum of sums, the last one is stored.
+        its terms. Of a sum of sums, the last one is stored. Of logits, it keeps none.
         """
-        found: set[Var] = set()
+        found, logits = set[Var](), self._logits()
         terms: dict[Var, frozenset[Var] | None] = {}  # None if it is no sum
         for i, eqn in enumerate(self.eqns):
             if not self.is_inside[i]:
@@ -363,15 +395,43 @@ class _Search:
             of_eqn = self._terms(eqn, terms)
             terms.update(dict.fromkeys(eqn.outvars, of_eqn))
             (out, *_) = eqn.outvars
-            if not of_eqn or len(of_eqn) < 2 or self.held[out] != HALF:
+            readers = [self.eqns[r] for r in self.readers[out]]
+            is_of_norm = self._has_statistics(out)
+            if not of_eqn or len(of_eqn) < 2 - is_of_norm or self.held[out] != HALF:
                 continue
             if not (_adds(eqn) or _is_exact(eqn)):
                 continue
-            readers = [self.eqns[r] for r in self.readers[out]]
             goes_on = len(readers) == 1 and (_adds(readers[0]) or _is_exact(readers[0]))
-            if not goes_on and not self.uses[out] & Use.DIGITS:
+            is_kept = not self.uses[out] & Use.DIGITS and out not in logits
+            if is_kept and not goes_on:
                 found.add(out)
                 terms[out] = frozenset([out])
+        return found
+
+    def _has_statistics(self, var: Var) -> bool:
+        """Return whether the sum of a value along its rows is taken beside others."""
+        readers = [self.eqns[r] for r in self.readers[var]]
+        if any(is_reduction(e) and has(e.primitive.name, Fact.SUMS) for e in readers):
+            return len(readers) > 1
+        moved = [v for eqn in readers if _moves_in_order(eqn) for v in eqn.outvars]
+        return any(map(self._has_statistics, moved))
+
+    def _logits(self) -> set[Var]:
+        """Return what only softmaxes read, through sums and choices."""
+        linear = Fact.LINEAR | Fact.LIMITS | Fact.MOVES | Fact.JOINS
+        found: set[Var] = set()
+        for eqn in reversed(self.eqns):
+            readers = [r for v in eqn.outvars for r in self.readers[v]]
+            is_logits = readers and self.returned.isdisjoint(eqn.outvars)
+            if is_logits and all(
+                self._is_softmax(r)
+                or (
+                    facts(self.eqns[r].primitive.name) & linear
+                    and found.issuperset(self.eqns[r].outvars)
+                )
+                for r in readers
+            ):
+                found.update(eqn.outvars)
         return found
 
     def _terms(
@@ -414,11 +474,12 @@ class _Search:
     def _bounded(self, half: Set[Var]) -> dict[int, tuple[bool, ...]]:
         """Return which operands may be masks, of sums and choices stored in half.
 
-        No product makes a mask.
+        No product makes a mask. A softmax reads what is not rounded.
         """
         linear = Fact.LINEAR | Fact.LIMITS | Fact.JOINS | Fact.MOVES
         found: dict[int, tuple[bool, ...]] = {}
         queue = [v for v in half if self._is_inner(v) or v in self.cut]
+        queue = [v for v in queue if not all(map(self._is_softmax, self.readers[v]))]
         while queue:
             i = self.made_by.get(queue.pop())
             if i is None or i in found or not self.is_inside[i]:
@@ -432,6 +493,9 @@ class _Search:
             )
             queue += [v for v in variables(eqn.invars) if self._is_beside(v, i)]
         return {i: flags for i, flags in found.items() if any(flags)}
+
+    def _is_softmax(self, i: int) -> bool:
+        return isinstance(self.plans[i].rule, rules.Softmax)
 
     def _is_beside(self, var: Var, reader: int) -> bool:
         """Return whether a value is made in the segment of its reader."""
@@ -497,6 +561,7 @@ class _Search:
 
         Their gradients are read twice: to be summed, for statistics and biases, and
         after that. To compute them twice costs more than to store them, so XLA does.
+        That of a logarithm or a divisor may be out of range.
         """
         summed: dict[Var, Var] = {}  # the result whose gradient is, of what made of it
         found: dict[Var, None] = {}
@@ -507,8 +572,12 @@ class _Search:
             operands = [v for v in variables(eqn.invars) if v not in self.constant]
             made_of = [summed[v] for v in operands if v in summed]
             if _chooses(eqn) or not _is_polynomial(eqn):
-                large = (v for v in made_of if core.size(v) * 2 >= largest)
-                found.update(dict.fromkeys(filter(core.is_f32, large)))
+                found.update(
+                    (v, None)
+                    for v in made_of
+                    if core.size(v) * 2 >= largest
+                    if core.is_f32(v) and not self.uses[v] & Use.DIGITS
+                )
             is_first = (
                 is_reduction(eqn)
                 or any(core.is_float(v) and core.size(v) < size for v in operands)
@@ -518,17 +587,20 @@ class _Search:
                 summed[v] = v if is_first else made_of[0]
         return list(found)
 
-    def _segment(self, group: Sequence[int], half: Set[Var]) -> Segment | None:
-        """Return the segment of equations, None if to compute it again buys nothing."""
-        inside, eqns = set(group), [self.eqns[i] for i in group]
+    def _is_costly(self, group: Sequence[int]) -> bool:
+        """Return whether to compute equations again spares arrays."""
+        eqns = [self.eqns[i] for i in group]
         if not any(map(keeps_arrays, eqns)):
-            return None
+            return False
         # XLA computes products of arrays again by itself, where it keeps a mask.
         size = max(core.size(eqn.outvars[0]) for eqn in eqns)
         large = [eqn for eqn in eqns if core.size(eqn.outvars[0]) * 2 >= size]
-        is_costly = not all(map(_is_polynomial, large))
-        if not (is_costly or self.is_in_loop):
-            return None
+        return self.is_in_loop or not all(map(_is_polynomial, large))
+
+    def _segment(self, group: Sequence[int], half: Set[Var]) -> Segment | None:
+        """Return the segment of equations, None if nothing reads what it makes."""
+        inside = set(group)
+        size = max(core.size(self.eqns[i].outvars[0]) for i in group)
         made = {v for i in group for v in self.eqns[i].outvars}
         moves = self._moves_before(group, made)
         indices = [*moves, *group]
@@ -549,7 +621,7 @@ class _Search:
             half_in=tuple(v in half for v in reads),
             writes=tuple(writes),
             half_out=tuple(v in half for v in writes),
-            compares=any(self._compares(i) for i in group),
+            compares=any(_compares(self.eqns[i], self.differentiated) for i in group),
             kept=tuple(
                 self.is_in_loop
                 and v in self.computed
@@ -560,16 +632,6 @@ class _Search:
                 for v in reads
             ),
         )
-
-    def _compares(self, i: int) -> bool:
-        """Return whether numbers of an equation must be equal to the last bit."""
-        eqn = self.eqns[i]
-        known = facts(eqn.primitive.name)
-        if known & Fact.COMPARES:
-            return all(
-                core.is_float(v) and not compat.is_literal(v) for v in eqn.invars
-            )
-        return bool(known & Fact.CHOOSES) and is_reduction(eqn)
 
     def _moves_before(self, group: Sequence[int], made: Set[Var]) -> list[int]:
         """Return moves of what a segment reads, which it makes itself."""

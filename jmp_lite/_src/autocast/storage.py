@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jmp_lite._src import reports
+from jmp_lite._src.autocast import half_calls
 from jmp_lite._src.autocast.sums import Reads, find_reads
 from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
@@ -253,8 +254,10 @@ class Plan:
         """Whether the jaxpr can run as it is."""
         if any(self.half_in) or any(self.half_out):
             return False
-        for plan in self.eqn_plans:
-            if plan.is_changed or not all(b.changes_nothing for b in plan.bodies):
+        for eqn, plan in zip(self.jaxpr.eqns, self.eqn_plans, strict=True):
+            if plan.is_changed or half_calls.is_choice(eqn):
+                return False
+            if not all(body.changes_nothing for body in plan.bodies):
                 return False
         return not self.reads.by_eqn  # what reads half values may sum their gradients
 
