@@ -75,7 +75,8 @@ def new_primitive(
     is linear in each operand. For each of the first operands in which it is linear,
     `transposes` has a function of the cotangent, the aval of that operand, and the
     other operands; the cotangents of operands after these are 0. `jet` differentiates
-    `impl` itself. On CPUs, `on_cpu` has the same values if `impl` does not run there.
+    `impl` itself, unless that is linear in its one operand. On CPUs, `on_cpu` has the
+    same values if `impl` does not run there.
     """
     primitive = compat.Primitive(name)
     jitted = _compiled(impl)
@@ -129,6 +130,8 @@ def new_primitive(
         return cts
 
     def jet_rule(primals, terms, **params):
+        if jvp is None and len(primals) == 1:
+            return bind(*primals, **params), [bind(x, **params) for x in terms[0]]
         taylor = functools.partial(impl, **params)
         return bind(*primals, **params), jet.jet2(taylor, primals, terms)[1]
 

@@ -101,9 +101,11 @@ def test_a_root_does_not_need_them() -> None:
 
 @IN_HALVES
 def test_what_only_products_read_is_half_next_to_one_as_well(half: str) -> None:
-    low = autocast(lambda w: (1 - sigmoid(X @ w)) @ V, POLICIES[half], recompute=False)
-    (logistic,) = jaxprs.equations(jaxprs.trace(low, W), "logistic")
-    assert logistic.outvars[0].aval.dtype == DTYPES[half]
+    low = autocast(lambda w: (1 - sigmoid(X @ w)) @ V, POLICIES[half])
+    products = jaxprs.products(jaxprs.trace(low, W))
+    results = [eqn.outvars[0].aval.dtype for eqn in products]
+    assert len(products) == 2 and all(map(jaxprs.is_half, products))
+    assert results == [DTYPES[half], jnp.float32]
 
 
 @pytest.mark.parametrize(
@@ -178,8 +180,8 @@ def test_an_integer_is_a_number_like_any_other(half: str, number: Any) -> None:
         return jnp.where(X[:, :8] > 0, X @ w, number) @ V
 
     low = autocast(fun, POLICIES[half])
-    (select,) = jaxprs.equations(jaxprs.trace(low, W), "select_n")
-    assert select.outvars[0].aval.dtype == DTYPES[half]
+    first, last = jaxprs.products(jaxprs.trace(low, W))
+    assert jaxprs.is_half(last) and first.outvars[0].aval.dtype == DTYPES[half]
     assert error(low(W), fun(W)) < 2**-7
 
 

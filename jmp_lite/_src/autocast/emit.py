@@ -8,17 +8,16 @@ float32: see `sums`.
 
 import functools
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite._src import compat, dtypes
-from jmp_lite._src.autocast import half_calls, products, segments, sums
+from jmp_lite._src.autocast import half_calls, segments, sums
 from jmp_lite._src.autocast.digits import Use
 from jmp_lite._src.autocast.storage import (
     HALF,
@@ -34,6 +33,13 @@ from jmp_lite._src.jaxprs import binding, control_flow, core, name_scopes, sourc
 from jmp_lite._src.jaxprs.core import F32, Eqn, Var, is_f32
 from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts
 from jmp_lite._src.jaxprs.structure import structure
+
+
+class Rounded(NamedTuple):
+    """A value that arithmetic has computed, and that is stored in half."""
+
+    stored: Any
+    inner: Any  # in float32, before it is rounded
 
 
 class Values:
@@ -75,6 +81,29 @@ class Values:
                 value = store(value, self.half_dtype)
             self._made[var] = value
 
+    def write_results(self, eqn: Eqn, plan: EqnPlan, results: Sequence[Any]) -> None:
+        """Set the results of an equation, as its plan has them."""
+        if plan.rule.is_arithmetic:
+            self.write_arithmetic(eqn.outvars, results, plan.half_out)
+        else:
+            self.write(eqn.outvars, results)
+
+    def hold(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
+        """Set what `held` has returned, of the same variables."""
+        for var, value in zip(variables, values, strict=True):
+            if isinstance(value, Rounded):
+                value, self._inner[var] = value
+            self._made[var] = value
+
+    def held(self, variables: Sequence[Var]) -> list[Any]:
+        """Return what is known of variables: as it is stored, or `Rounded`."""
+        return [
+            Rounded(self._made[v], self._inner[v])
+            if v in self._inner
+            else self._made[v]
+            for v in variables
+        ]
+
     def read(self, variables: Sequence[Var], half: Sequence[bool]) -> list[Any]:
         """Return values, in half where `half` says so, else in the program's dtype."""
         return [
@@ -85,6 +114,10 @@ class Values:
     def read_bounded(self, var: Var) -> Any:
         """Return a value in half; of a mask in float32, numbers stay finite."""
         return self._in_half(var, joins=True)
+
+    def stored(self, var: Var) -> Any:
+        """Return a value in the dtype in which it is stored."""
+        return self._made[var]
 
     def inner(self, var: Var) -> Any:
         """Return what arithmetic has computed, before it is rounded to half."""
@@ -114,28 +147,17 @@ class Values:
     def _knows_origin(self, var: Var) -> bool:
         return var in self._cast or var in self._moved_by
 
-    def apply_in_float32(self, eqn: Eqn, plan: EqnPlan) -> list[Any]:
-        """Return the results of arithmetic, of stored half values and others."""
-        operands = []
-        for var, is_half in zip(eqn.invars, plan.half_in, strict=True):
-            if (
-                is_half and self._made[var].dtype == F32
-            ):  # of a dry run, not rounded yet
-                operands.append(lax.convert_element_type(self._in_half(var), F32))
-            elif is_half or compat.is_literal(var) or var not in self._inner:
-                operands.append(self._as_written(var))
-            else:
-                operands.append(self._inner[var])
-        operands = sums.bounded(operands, plan.bounded, self.half_dtype)
-        return binding.bind_here(eqn, operands)
-
-    def run_arithmetic(self, eqn: Eqn, plan: EqnPlan, rounded: Set[Var]) -> None:
-        """Run arithmetic, some of whose results have `rounded` gradients."""
-        results = [
-            sums.rounded_backward(x, self.half_dtype) if v in rounded else x
-            for v, x in zip(eqn.outvars, self.apply_in_float32(eqn, plan), strict=True)
+    def operands(self, eqn: Eqn, plan: EqnPlan) -> Sequence[Any]:
+        """Return what an equation reads: arithmetic, also before it is rounded."""
+        if not plan.rule.is_arithmetic:
+            return self.read(eqn.invars, plan.half_in)
+        operands = [
+            self._as_written(v)
+            if is_half or compat.is_literal(v) or v not in self._inner
+            else self._inner[v]
+            for v, is_half in zip(eqn.invars, plan.half_in, strict=True)
         ]
-        self.write_arithmetic(eqn.outvars, results, plan.half_out)
+        return sums.bounded(operands, plan.bounded, self.half_dtype)
 
     def apply(self, eqn: Eqn, half: Sequence[bool]) -> list[Any]:
         """Return the results of an equation, whose transpose sums in float32."""
@@ -243,50 +265,6 @@ def _cast(x: Any, dtype: Any) -> jax.Array:
     return binding.in_mesh_of(x, lax.convert_element_type, x, dtype)
 
 
-class SharedWeight(NamedTuple):
-    """A constant of a scan that a product in it reads."""
-
-    weight: int  # the index of the constant
-    side: int  # that of the operand of the product
-
-
-def find_shared_weights(eqn: Eqn, plan: EqnPlan) -> dict[int, SharedWeight]:
-    """Return the products of a scan whose weights have their gradients after it.
-
-    They are the only readers of a weight, and have less to keep of an iteration than
-    its float32 gradient is to read and write. By their indices. There is none if the
-    loop has effects, as on a ref: JAX has no derivative rules for what has.
-    """
-    if eqn.effects:
-        return {}
-    (body,), (num_consts, _) = plan.bodies, compat.scan_counts(eqn.params) or (0, 0)
-    if body.place.direction is not Direction.FORWARD:
-        return {}
-    positions = {v: i for i, v in enumerate(body.jaxpr.invars[:num_consts])}
-    kept = set(core.variables(body.jaxpr.outvars))  # and what others read, too
-    found = {}
-    for index, reader in enumerate(body.jaxpr.eqns):
-        for side, var in enumerate(reader.invars):
-            if compat.is_literal(var) or var not in positions:
-                continue
-            if _is_shared(var, reader, body.eqn_plans[index]):
-                found[index] = SharedWeight(positions[var], side)
-            else:
-                kept.add(var)
-    others = {positions[v] for v in kept if v in positions}
-    return {i: of for i, of in found.items() if of.weight not in others}
-
-
-def _is_shared(weight: Var, eqn: Eqn, plan: EqnPlan) -> bool:
-    if eqn.primitive.name != "dot_general" or not plan.is_half_product:
-        return False
-    (out,), others = eqn.outvars, [v for v in eqn.invars if v is not weight]
-    if plan.rule.is_fp8 or len(others) != 1 or compat.is_literal(others[0]):
-        return False
-    is_smaller = core.size(others[0]) + core.size(out) < 2 * core.size(weight)
-    return is_smaller and not compat.is_placed(out.aval)
-
-
 class Emitter:
     """Runs plans, and keeps what it builds, so that equal bodies share one jaxpr."""
 
@@ -299,28 +277,10 @@ class Emitter:
 
     def run(self, plan: Plan, half_out: tuple[bool, ...], *args: Any) -> list[Any]:
         """Return the outputs of a jaxpr, in half where `half_out` says so."""
-        return self._run(plan, half_out, args, {}, {})[0]
-
-    def _run(
-        self,
-        plan: Plan,
-        half_out: tuple[bool, ...],
-        args: Sequence[Any],
-        shared: Mapping[int, SharedWeight],
-        zeros: Mapping[int, Any],
-    ) -> tuple[list[Any], dict[int, Any]]:
-        """Return what `run` does, and what products multiply their shared weights by.
-
-        These are the products that `zeros` has, which are added to their results.
-        """
         values = Values(self.half_dtype, plan.reads, plan.read_again)
-        factors: dict[int, Any] = {}
         values.write(plan.jaxpr.constvars, plan.consts)
         values.write(plan.jaxpr.invars, args)
         for step in plan.steps or range(len(plan.eqn_plans)):
-            if isinstance(step, Part) and step.product in zeros:
-                self._run_before(step, plan, values)
-                step = step.product
             if isinstance(step, Segment):
                 first, args = plan.jaxpr.eqns[step.eqns[0]], (step, plan, values)
                 outs = binding.in_mesh(first, self._run_segment, *args)
@@ -332,22 +292,17 @@ class Emitter:
                 values.write(product.outvars, outs)
                 continue
             eqn, of_eqn = plan.jaxpr.eqns[step], plan.eqn_plans[step]
-            if step not in zeros:
-                if of_eqn.rule.is_arithmetic:  # what it stores is cast where it is made
-                    args = eqn, of_eqn, plan.rounded
-                    binding.call(eqn, values.run_arithmetic, *args)
-                else:
-                    values.write(eqn.outvars, self.run_eqn(eqn, of_eqn, values))
-                continue
-            operands = values.read(eqn.invars, (True, True))
-            is_half = of_eqn.half_out[0] or core.is_half(eqn.outvars[0])
-            args = eqn, operands, self.half_dtype, is_half
-            run = functools.partial(products.run_in_order, of_eqn.rule.order)
-            out = binding.call(eqn, run, *args)
-            moved = out + zeros[step].astype(out.dtype)
-            values.write(eqn.outvars, [sums.differentiate_as(out, moved)])
-            factors[step] = operands[1 - shared[step].side]
-        return values.read(plan.jaxpr.outvars, half_out), factors
+            results = self.run_eqn(eqn, of_eqn, values)
+            if of_eqn.rule.is_arithmetic:
+                results = [
+                    sums.rounded_backward(x, self.half_dtype)
+                    if v in plan.rounded
+                    else x
+                    for v, x in zip(eqn.outvars, results, strict=True)
+                ]
+            # What it stores is cast where it is made.
+            binding.call(eqn, values.write_results, eqn, of_eqn, results)
+        return values.read(plan.jaxpr.outvars, half_out)
 
     def _run_part(self, part: Part, plan: Plan, values: Values) -> Sequence[jax.Array]:
         """Return the result of a product that the backward pass runs again."""
@@ -481,7 +436,7 @@ class Emitter:
 
     def _rebuild(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
         """Run an equation around its rewritten jaxprs."""
-        operands = binding.call(eqn, values.read, eqn.invars, plan.half_in)
+        operands = list(binding.call(eqn, values.operands, eqn, plan))
         subs = control_flow.sub_jaxprs(eqn) or ()
         bodies = []
         for body, sub in zip(plan.bodies, subs, strict=True):
@@ -505,83 +460,31 @@ class Emitter:
     def _scan(
         self, eqn: Eqn, plan: EqnPlan, values: Values, operands: Sequence[Any]
     ) -> Sequence[Any]:
-        """Run a scan; gradients of its shared weights are made after the loop."""
-        (body,), shared = plan.bodies, find_shared_weights(eqn, plan)
+        """Run a scan; the gradients of what its iterations share are summed in float32.
+
+        They are summed in the dtype that a constant of the loop has: so a half one is
+        differentiated as a cast inside of the loop.
+        """
         num_consts, num_carry = compat.scan_counts(eqn.params) or (0, 0)
-        length, eqns = eqn.params["length"], body.jaxpr.eqns
         consts, rest = operands[:num_consts], operands[num_consts:]
-        # The gradient of a constant is summed over the iterations, in the dtype that it
-        # has: so a half one is differentiated as a cast inside of the loop.
         in_f32 = {
             i: values.in_f32(eqn.invars[i])
             for i, x in enumerate(consts)
             if dtypes.is_half(jax.typeof(x).dtype)
         }
-        weights = {
-            i: in_f32.pop(i, consts[i]) for i in {of.weight for of in shared.values()}
-        }
-        consts = [
-            _cast(x, self.half_dtype) if i in weights else x
-            for i, x in enumerate(consts)
-        ]
-        others = consts, in_f32, rest[:num_carry], rest[num_carry:]
+        (body,) = plan.bodies
 
-        def loop(weights, others, zeros):
-            consts, in_f32, carry, xs = others
-            in_f32 = weights | in_f32
+        def step(carry, xs):
+            read = [
+                sums.differentiate_as(x, in_f32[i]) if i in in_f32 else x
+                for i, x in enumerate(consts)
+            ]
+            outs = self.run(body, plan.half_out, *read, *carry, *xs)
+            return outs[:num_carry], outs[num_carry:]
 
-            def step(carry, xs):
-                xs, zeros = xs
-                read = [
-                    sums.differentiate_as(x, in_f32[i]) if i in in_f32 else x
-                    for i, x in enumerate(consts)
-                ]
-                args = [*read, *carry, *xs]
-                outs, factors = self._run(body, plan.half_out, args, shared, zeros)
-                return outs[:num_carry], (outs[num_carry:], factors)
-
-            carry, (ys, factors) = control_flow.scan_as(eqn, step, carry, (xs, zeros))
-            return [*carry, *ys], factors
-
-        if not shared:
-            return loop({}, others, {})[0]
-
-        # JAX transposes all of a function with a rule, of a checkpoint what is linear.
-        @jax.custom_jvp
-        @functools.partial(jax.checkpoint, prevent_cse=False)
-        def run(weights, others):
-            return loop(weights, others, {})[0]
-
-        def jvp(primals, tangents):
-            # The zeros that are added to a product are differentiated, and not its
-            # weight.
-            weights, others = primals
-            moves = {
-                i: (tangents[0][weight], side)
-                for i, (weight, side) in shared.items()
-                if not isinstance(tangents[0][weight], SymbolicZero)
-            }
-            zeros = {
-                i: jnp.zeros((length, *eqns[i].outvars[0].aval.shape), self.half_dtype)
-                for i in moves
-            }
-            fill, moved, dots = _with_tangents(others, tangents[1])
-            if not moves:  # forward mode then keeps nothing of an iteration
-                return jax.jvp(
-                    lambda x: loop(weights, fill(x), {})[0], (moved,), (dots,)
-                )
-            (outs, factors), linear = jax.linearize(
-                lambda moved, zeros: loop(weights, fill(moved), zeros), moved, zeros
-            )
-            terms = {}
-            for i, (x, side) in moves.items():
-                args = eqns[i], side, x, factors[i], self.half_dtype
-                in_body = binding.call, eqns[i], products.of_each
-                terms[i] = binding.call(eqn, *in_body, *args)
-            return outs, linear(dots, terms)[0]
-
-        run.defjvp(jvp, symbolic_zeros=True)
-        return run(weights, others)
+        carry, xs = rest[:num_carry], rest[num_carry:]
+        carry, ys = control_flow.scan_as(eqn, step, carry, xs)
+        return [*carry, *ys]
 
     def _body(self, plan: Plan, half_out: tuple[bool, ...]) -> control_flow.Body:
         def fun(*args):
@@ -598,19 +501,6 @@ class Emitter:
             return self._closed[key]
 
         return control_flow.Body(fun, closed)
-
-
-def _with_tangents(primals: Any, tangents: Any) -> tuple[Any, list[Any], list[Any]]:
-    """Return a function that fills in the leaves that have a tangent; these; those."""
-    leaves, tree = jax.tree.flatten(primals)
-    dots = tree.flatten_up_to(tangents)
-    moved = [i for i, d in enumerate(dots) if not isinstance(d, SymbolicZero)]
-
-    def fill(values):
-        filled = dict(zip(moved, values, strict=True))
-        return tree.unflatten([filled.get(i, x) for i, x in enumerate(leaves)])
-
-    return fill, [leaves[i] for i in moved], [dots[i] for i in moved]
 
 
 def _of_eqns(segment: Segment, eqns: Sequence[Eqn], plan: Plan) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ And how does it run (`run`)?
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence, Set
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -79,6 +79,10 @@ class Rule:
     is_arithmetic: ClassVar[bool] = False  # whether segments are made of it
     moves: ClassVar[bool] = False
 
+    @property
+    def decides(self) -> Hashable:
+        """What of the rule, beside its class, decides what an equation computes."""
+
     def operands(self, eqn: Eqn) -> Sequence[Var]:
         """Return the variables that the equation reads as it runs."""
         return eqn.invars
@@ -134,6 +138,10 @@ class Product(Rule):
     def __init__(self, order: products.Order | None = None, why_not_fp8: str = ""):
         self.order, self.why_not_fp8 = order, why_not_fp8
 
+    @property
+    def decides(self):
+        return self.order
+
     def reads(self, op, uses, body):
         return [Use.HALF] * len(op.eqn.invars)
 
@@ -185,6 +193,10 @@ class Fp8(Accumulated):
     def __init__(self, lhs_dtype: Any):
         super().__init__()
         self.dtypes = lhs_dtype, fp8.FORWARD  # of the two operands
+
+    @property
+    def decides(self):
+        return self.dtypes
 
     def run(self, eqn, plan, values):
         lhs, rhs = values.read(eqn.invars, plan.half_in)
@@ -267,7 +279,7 @@ class Arithmetic(Rule):
         return bool(adds) and size > _FEW and not body.linear.isdisjoint(halves)
 
     def run(self, eqn, plan, values):
-        return values.apply_in_float32(eqn, plan)
+        return binding.bind_here(eqn, values.operands(eqn, plan))
 
 
 class Move(Rule):
@@ -376,7 +388,9 @@ class SubJaxprs(Rule):
         read = self.reads(op, uses, body)
         castable = {sub.operands[k] for sub in op.bodies for k in sub.casts_in}
         for i, held in enumerate(ins):
-            if read[i] == Use.HALF and i in castable and held in (INPUT, FLOAT32):
+            if held == HALF and read[i] & Use.DIGITS:
+                ins[i] = FLOAT32
+            elif read[i] == Use.HALF and i in castable and held in (INPUT, FLOAT32):
                 ins[i] = HALF
         fixed = {sub.operands[k] for sub in op.bodies for k in sub.fixed_in}
         plans = tuple(
@@ -435,8 +449,20 @@ class Softmax(Rule):
 
     name = "softmax"
 
-    def __init__(self, softmax: products.Softmax, may_repeat: bool):
+    def __init__(
+        self, softmax: products.Softmax, may_repeat: bool, of_stored: bool = False
+    ):
         self.softmax, self.may_repeat = softmax, may_repeat
+        self.of_stored = of_stored  # whether a segment has made the logits
+
+    @property
+    def decides(self):
+        return self.softmax.axes, self.may_repeat, self.of_stored
+
+    def of_logits(self, in_segments: Set[Var]) -> "Softmax":
+        """Return the rule with what is known of the logits: how they are made."""
+        of_stored = self.softmax.logits in in_segments
+        return Softmax(self.softmax, self.may_repeat, of_stored)
 
     def operands(self, eqn):
         return [self.softmax.logits]
@@ -448,7 +474,8 @@ class Softmax(Rule):
         return EqnPlan(self, (False, False), (True,)), [HALF]
 
     def run(self, eqn, plan, values):
-        logits = values.inner(self.softmax.logits)
+        read = values.stored if self.of_stored else values.inner
+        logits = read(self.softmax.logits)
         options = {"axes": self.softmax.axes, "may_repeat": self.may_repeat}
         return [products.softmax(logits, dtype=values.half_dtype, **options)]
 

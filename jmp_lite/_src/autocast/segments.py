@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast import products, rules
+from jmp_lite._src.autocast import products, rules, sums
 from jmp_lite._src.autocast.digits import Structure, Use
 from jmp_lite._src.autocast.storage import (
     HALF,
@@ -94,7 +94,9 @@ def is_reduction(eqn: Eqn) -> bool:
 
 def _reduces(name: str, params: Mapping[str, Any]) -> bool:
     reduces = facts(name) & (Fact.SUMS | Fact.CHOOSES | Fact.ARITHMETIC)
-    return bool(reduces) and all(isinstance(a, int) for a in params.get("axes", "?"))
+    return bool(reduces) and all(
+        isinstance(a, int | np.integer) for a in params.get("axes", "?")
+    )
 
 
 def is_arithmetic(eqn: Eqn) -> bool:
@@ -165,6 +167,21 @@ def _is_polynomial(eqn: Eqn) -> bool:
     return all(not of & Fact.ELEMENTWISE or of & polynomial for of in known)
 
 
+def _compares(eqn: Eqn, differentiated: Set[Var]) -> bool:
+    """Return whether numbers of an equation must be equal to the last bit.
+
+    The gradient of a largest number goes to what equals it.
+    """
+    for body in compat.jaxprs_of(eqn):
+        inner = sums.find_differentiated(body)
+        if any(_compares(e, inner) for e in body.eqns):
+            return True
+    if facts(eqn.primitive.name) & Fact.COMPARES:
+        return all(core.is_float(v) and not compat.is_literal(v) for v in eqn.invars)
+    is_chosen = facts(eqn.primitive.name) & Fact.CHOOSES and is_reduction(eqn)
+    return bool(is_chosen) and not differentiated.isdisjoint(eqn.outvars)
+
+
 def _without_gradients(eqns: Sequence[Eqn]) -> set[Var]:
     """Return what is computed of nothing, or behind a `stop_gradient`."""
     found: set[Var] = set()
@@ -188,6 +205,7 @@ class _Search:
             for eqn in self.eqns
         ]
         self.constant = _without_gradients(self.eqns)
+        self.differentiated = sums.find_differentiated(jaxpr)
         # What is computed from products, and not from parameters alone.
         self.computed = {v for v in jaxpr.invars if held[v] not in (INPUT, OTHER)}
         for i, (eqn, plan) in enumerate(zip(self.eqns, self.plans, strict=True)):
@@ -225,6 +243,11 @@ class _Search:
         rounded = set().union(*map(self._rounded_backward, groups))
         found = (self._segment(g, half) for g in segments if self._is_costly(g))
         segments = [segment for segment in found if segment is not None]
+        written = {v for segment in segments for v in segment.writes}
+        for i, plan in enumerate(plans):
+            if isinstance(plan.rule, rules.Softmax):
+                rule = plan.rule.of_logits(written)
+                plans[i] = dataclasses.replace(plan, rule=rule)
         steps, read_again = self._steps(segments, plans), self._read_again(half)
         return Arranged(half, plans, steps, rounded, read_again)
 
@@ -362,9 +385,9 @@ class _Search:
         """Return sums of arrays, as in a residual stream: these are stored.
 
         What reads them starts from the sum, and the backward pass keeps one array, not
-        its terms. Of a sum of sums, the last one is stored.
+        its terms. Of a sum of sums, the last one is stored. Of logits, it keeps none.
         """
-        found: set[Var] = set()
+        found, logits = set[Var](), self._logits()
         terms: dict[Var, frozenset[Var] | None] = {}  # None if it is no sum
         for i, eqn in enumerate(self.eqns):
             if not self.is_inside[i]:
@@ -379,7 +402,8 @@ class _Search:
             if not (_adds(eqn) or _is_exact(eqn)):
                 continue
             goes_on = len(readers) == 1 and (_adds(readers[0]) or _is_exact(readers[0]))
-            if not goes_on and not self.uses[out] & Use.DIGITS:
+            is_kept = not self.uses[out] & Use.DIGITS and out not in logits
+            if is_kept and not goes_on:
                 found.add(out)
                 terms[out] = frozenset([out])
         return found
@@ -391,6 +415,24 @@ class _Search:
             return len(readers) > 1
         moved = [v for eqn in readers if _moves_in_order(eqn) for v in eqn.outvars]
         return any(map(self._has_statistics, moved))
+
+    def _logits(self) -> set[Var]:
+        """Return what only softmaxes read, through sums and choices."""
+        linear = Fact.LINEAR | Fact.LIMITS | Fact.MOVES | Fact.JOINS
+        found: set[Var] = set()
+        for eqn in reversed(self.eqns):
+            readers = [r for v in eqn.outvars for r in self.readers[v]]
+            is_logits = readers and self.returned.isdisjoint(eqn.outvars)
+            if is_logits and all(
+                self._is_softmax(r)
+                or (
+                    facts(self.eqns[r].primitive.name) & linear
+                    and found.issuperset(self.eqns[r].outvars)
+                )
+                for r in readers
+            ):
+                found.update(eqn.outvars)
+        return found
 
     def _terms(
         self, eqn: Eqn, terms: Mapping[Var, frozenset[Var] | None]
@@ -432,11 +474,12 @@ class _Search:
     def _bounded(self, half: Set[Var]) -> dict[int, tuple[bool, ...]]:
         """Return which operands may be masks, of sums and choices stored in half.
 
-        No product makes a mask.
+        No product makes a mask. A softmax reads what is not rounded.
         """
         linear = Fact.LINEAR | Fact.LIMITS | Fact.JOINS | Fact.MOVES
         found: dict[int, tuple[bool, ...]] = {}
         queue = [v for v in half if self._is_inner(v) or v in self.cut]
+        queue = [v for v in queue if not all(map(self._is_softmax, self.readers[v]))]
         while queue:
             i = self.made_by.get(queue.pop())
             if i is None or i in found or not self.is_inside[i]:
@@ -450,6 +493,9 @@ class _Search:
             )
             queue += [v for v in variables(eqn.invars) if self._is_beside(v, i)]
         return {i: flags for i, flags in found.items() if any(flags)}
+
+    def _is_softmax(self, i: int) -> bool:
+        return isinstance(self.plans[i].rule, rules.Softmax)
 
     def _is_beside(self, var: Var, reader: int) -> bool:
         """Return whether a value is made in the segment of its reader."""
@@ -515,6 +561,7 @@ class _Search:
 
         Their gradients are read twice: to be summed, for statistics and biases, and
         after that. To compute them twice costs more than to store them, so XLA does.
+        That of a logarithm or a divisor may be out of range.
         """
         summed: dict[Var, Var] = {}  # the result whose gradient is, of what made of it
         found: dict[Var, None] = {}
@@ -525,8 +572,12 @@ class _Search:
             operands = [v for v in variables(eqn.invars) if v not in self.constant]
             made_of = [summed[v] for v in operands if v in summed]
             if _chooses(eqn) or not _is_polynomial(eqn):
-                large = (v for v in made_of if core.size(v) * 2 >= largest)
-                found.update(dict.fromkeys(filter(core.is_f32, large)))
+                found.update(
+                    (v, None)
+                    for v in made_of
+                    if core.size(v) * 2 >= largest
+                    if core.is_f32(v) and not self.uses[v] & Use.DIGITS
+                )
             is_first = (
                 is_reduction(eqn)
                 or any(core.is_float(v) and core.size(v) < size for v in operands)
@@ -570,7 +621,7 @@ class _Search:
             half_in=tuple(v in half for v in reads),
             writes=tuple(writes),
             half_out=tuple(v in half for v in writes),
-            compares=any(self._compares(i) for i in group),
+            compares=any(_compares(self.eqns[i], self.differentiated) for i in group),
             kept=tuple(
                 self.is_in_loop
                 and v in self.computed
@@ -581,16 +632,6 @@ class _Search:
                 for v in reads
             ),
         )
-
-    def _compares(self, i: int) -> bool:
-        """Return whether numbers of an equation must be equal to the last bit."""
-        eqn = self.eqns[i]
-        known = facts(eqn.primitive.name)
-        if known & Fact.COMPARES:
-            return all(
-                core.is_float(v) and not compat.is_literal(v) for v in eqn.invars
-            )
-        return bool(known & Fact.CHOOSES) and is_reduction(eqn)
 
     def _moves_before(self, group: Sequence[int], made: Set[Var]) -> list[int]:
         """Return moves of what a segment reads, which it makes itself."""

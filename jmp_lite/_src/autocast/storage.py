@@ -166,7 +166,8 @@ class EqnPlan:
     @property
     def is_changed(self) -> bool:
         """Whether the equation itself runs in another precision than as written."""
-        return any(self.half_in) or any(self.half_out) or self.rule.casts_inputs
+        changes = *self.half_in, *self.half_out, *self.bounded
+        return any(changes) or self.rule.casts_inputs
 
     @property
     def is_half_product(self) -> bool:

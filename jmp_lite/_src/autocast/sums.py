@@ -304,10 +304,22 @@ def read_stored(x: jax.Array) -> jax.Array:
     too, costs a few percent of a step's bytes.
     """
     in_f32 = lax.convert_element_type(x, jnp.float32)
-    if x.dtype != jnp.bfloat16:
-        return in_f32
-    info = jnp.finfo(x.dtype)
-    return lax.reduce_precision(in_f32, info.nexp, info.nmant)
+    return _rounded(in_f32) if x.dtype == jnp.bfloat16 else in_f32
+
+
+def _round(x: jax.Array) -> jax.Array:
+    info = jnp.finfo(jnp.bfloat16)
+    return lax.reduce_precision(x, info.nexp, info.nmant)
+
+
+# JAX would round the gradient in float32, and has no `jet` of it.
+_rounded = new_primitives.new_primitive(
+    "rounded",
+    _round,
+    None,
+    lambda args, axes: _rounded(_in_front(args[0], axes[0])),
+    [lambda ct, aval: ct],
+)
 
 
 def rounded_backward(x: jax.Array, dtype: Any) -> jax.Array:

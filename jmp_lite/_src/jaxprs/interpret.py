@@ -107,14 +107,12 @@ class Interpreter:
             site += stretch.sites
         return [read(v) for v in jaxpr.outvars], eqn_count
 
-    def cast(
-        self, variables: Sequence[Var], cells: Sequence[Cell], is_low: Any
-    ) -> Sequence[Cell]:
-        """Return operands or results of sub-jaxprs as the plan has them.
+    def enter(self, eqn: Any, eqn_plan: Any, cells: Sequence[Cell]) -> Sequence[Cell]:
+        """Return the operands of an equation as its sub-jaxprs read them."""
+        return cells
 
-        Per variable of the equation, `is_low` says whether the plan has it in half; it
-        is None without a plan.
-        """
+    def leave(self, eqn: Any, eqn_plan: Any, cells: Sequence[Cell]) -> Sequence[Cell]:
+        """Return the outputs of a sub-jaxpr as results of its equation."""
         return cells
 
     def run_bodies(
@@ -134,11 +132,10 @@ class Interpreter:
                 first_site=site + count_sites(before),
                 moment=moment,
             )
-            half_out = eqn_plan and eqn_plan.half_out
-            return self.cast(eqn.outvars, outs, half_out), eqn_count
+            return self.leave(eqn, eqn_plan, outs), eqn_count
 
         bodies = [functools.partial(run, k) for k in range(len(sub_jaxprs))]
-        cells = self.cast(eqn.invars, cells, eqn_plan and eqn_plan.half_in)
+        cells = self.enter(eqn, eqn_plan, cells)
         match eqn.primitive.name:
             case "scan":
                 split = _split(cells, *(compat.scan_counts(eqn.params) or (0, 0)))

@@ -118,7 +118,7 @@ def measure(
     outs, _ = Run(observer, shadow, programs).run(
         plan.jaxpr, plan.consts, cells, plan=plan
     )
-    values = [cell.value for cell in outs]
+    values, lows = [cell.value for cell in outs], [cell.shadow for cell in outs]
     origin, ranges = observer.first_nonfinite([cell.tag for cell in outs])
     found = tracker_of(planned.traced, origin, args_and_kwargs).report()
     if found is not None:
@@ -126,7 +126,7 @@ def measure(
         reference.check_is_finite(found, values, caller)
     return Measured(
         outs=values,
-        lows=[cell.shadow for cell in outs],
+        lows=shadow.returned(plan.jaxpr, lows),
         report=DryRunReport(tuple(observer.rows()), str(shadow.low_dtype)),
         warning=warning,
     )

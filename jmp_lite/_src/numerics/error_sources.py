@@ -73,7 +73,7 @@ def _find_by_repeating(
     op: Operation, full: Any, low: Any, operands: Sequence[Tag], worst: Tag
 ) -> int:
     """Return the site whose rounding shows if an operation is repeated in float32."""
-    rounded = [*op.read, *op.low_ins[len(op.read) :]]
+    rounded = [*op.multiplied, *op.low_ins[len(op.multiplied) :]]
     if op.also or op.eqn.effects or any(x is None for x in (*op.ins, *rounded)):
         return op.site if _rounds(op, low) else worst.source
     repeat = jax.jit(

@@ -4,7 +4,6 @@ The policy's run is the shadow of the float32 one: beside each float32 value is 
 that `autocast` would have computed. Branches and loops are those of the float32 run.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -14,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_lite._src import dtypes, fp8, trees
-from jmp_lite._src.autocast.emit import Emitter, Values
+from jmp_lite._src import compat, dtypes, fp8, trees
+from jmp_lite._src.autocast.emit import Emitter, Rounded, Values
 from jmp_lite._src.autocast.rules import Fp8
 from jmp_lite._src.autocast.storage import EqnPlan
 from jmp_lite._src.jaxprs import binding
-from jmp_lite._src.jaxprs.core import is_f32, variables
 from jmp_lite._src.jaxprs.sites import Site
 from jmp_lite._src.jaxprs.walk import Equation
 from jmp_lite._src.numerics import error_sources, origins, stats
@@ -27,7 +25,7 @@ from jmp_lite._src.numerics.error_sources import Tag
 from jmp_lite._src.numerics.origins import NONE, OperandRanges
 from jmp_lite._src.numerics.report import SHARES, OpStats
 from jmp_lite._src.numerics.runs import Observer
-from jmp_lite._src.numerics.stretches import Operation, Shadow
+from jmp_lite._src.numerics.stretches import Operation, Shadow, Shadows, unfused
 
 # Rounding alone makes errors up to this many roundings: a product of a thousand terms
 # has about one. A cancellation can have any number.
@@ -35,10 +33,13 @@ ROUNDINGS = 32
 
 
 class PolicyShadow(Shadow):
-    """Computes the values of the policy's run."""
+    """Computes the values of the policy's run, as an `Emitter` does.
 
-    def __init__(self, rewriter: Emitter):
-        self.rewriter, self.low_dtype = rewriter, rewriter.half_dtype
+    A shadow is what `emit.Values.held` returns of a variable.
+    """
+
+    def __init__(self, emitter: Emitter):
+        self.emitter, self.low_dtype = emitter, emitter.half_dtype
 
     @property
     def kind(self) -> Any:
@@ -47,52 +48,84 @@ class PolicyShadow(Shadow):
     def decides(self, eqn_plan: EqnPlan | None) -> Any:
         if eqn_plan is None:
             return None
-        decides = vars(eqn_plan) | {"reason": ""}
-        if softmax := eqn_plan.softmax:
-            decides["softmax"] = dataclasses.replace(softmax, logits=None)
-        return tuple(decides.values())
+        rule, plan = eqn_plan.rule, eqn_plan
+        return type(rule), rule.decides, plan.half_in, plan.half_out, plan.bounded
 
     def start(self, value: Any) -> Any:
         return value
 
-    def also_reads(self, eqn_plan: EqnPlan | None) -> Sequence[Any]:
-        softmax = eqn_plan and eqn_plan.softmax
-        return [softmax.logits] if softmax else []
+    def also_reads(self, eqn: Any, eqn_plan: EqnPlan | None) -> Sequence[Any]:
+        operands = eqn_plan.rule.operands(eqn) if eqn_plan else ()
+        return [v for v in operands if all(v is not var for var in eqn.invars)]
 
-    def run_eqn(self, equation: Equation, shadow_of: Any) -> tuple[Any, Any]:
-        """Return the policy's results, and the operands as a product reads them."""
+    def run_eqn(self, equation: Equation, also: Sequence[Any]) -> Shadows:
         eqn, eqn_plan, lows = equation.eqn, equation.eqn_plan, equation.tags
-        is_plain = eqn_plan is None or not (eqn_plan.is_lowered or eqn_plan.bodies)
-        same = all(x is low for x, low in zip(equation.ins, lows, strict=True))
-        if is_plain and same:
-            return equation.outs, ()
+        is_plain = eqn_plan is None or not (eqn_plan.is_changed or eqn_plan.bodies)
+        if is_plain and all(x is y for x, y in zip(equation.ins, lows, strict=True)):
+            return Shadows(equation.outs, equation.outs, lows)
         if eqn_plan is None:
-            return binding.bind(eqn, lows), ()
-        known = list(variables((*eqn.invars, *self.also_reads(eqn_plan))))
-        values = Values(self.low_dtype)
-        values.write(known, list(map(shadow_of, known)))
-        outs = self.rewriter.run_eqn(eqn, eqn_plan, values)
-        if not eqn_plan.is_half_product:
-            return outs, ()
-        read = values.read(eqn.invars, eqn_plan.half_in)[:2]
-        if isinstance(eqn_plan.rule, Fp8):
-            pairs = zip(read, eqn_plan.rule.dtypes, strict=True)
-            read = [fp8.rounded(x, dtype)[0] for x, dtype in pairs]
-        elif eqn_plan.rule.keeps_inputs:
-            read = [x.astype(self.low_dtype) for x in read]
-        return outs, read
+            outs = unfused(binding.bind(eqn, lows))
+            return Shadows(outs, outs, lows)
+        values = self._values(eqn.invars, lows)
+        values.hold(self.also_reads(eqn, eqn_plan), also)
+        outs = unfused(self.emitter.run_eqn(eqn, eqn_plan, values))
+        read = []
+        if eqn_plan.is_half_product:
+            read = values.read(eqn.invars, eqn_plan.half_in)[:2]
+            read = [
+                fp8.rounded(x, eqn_plan.rule.dtypes[i])[0]
+                if eqn_plan.rule.is_fp8
+                else x.astype(self.low_dtype)
+                for i, x in enumerate(read)
+            ]
+        values.write_results(eqn, eqn_plan, outs)
+        outs = values.held(eqn.outvars)
+        low_ins = list(map(_stored, lows))
+        if eqn_plan.rule.is_arithmetic:
+            pairs = zip(lows, eqn_plan.half_in, strict=True)
+            low_ins = [_stored(x) if half else _inner(x) for x, half in pairs]
+        return Shadows(outs, list(map(_stored, outs)), low_ins, read)
 
-    def cast(
-        self, variables: Sequence[Any], shadows: Sequence[Any], is_low: Any
-    ) -> list[Any]:
-        rows = zip(variables, shadows, is_low or (False,) * len(shadows), strict=True)
+    def enter(self, eqn: Any, eqn_plan: Any, shadows: Sequence[Any]) -> Sequence[Any]:
+        if eqn_plan is None:
+            return shadows
+        read = self._values(eqn.invars, shadows).operands(eqn, eqn_plan)
         return [
-            self._cast(x, self.low_dtype if low else np.float32) if is_f32(var) else x
-            for var, x, low in rows
+            shadow if compat.is_literal(v) and x is v.val else x
+            for v, x, shadow in zip(eqn.invars, read, shadows, strict=True)
         ]
 
-    def _cast(self, x: Any, dtype: Any) -> Any:
-        return x if x.dtype == dtype else jax.lax.convert_element_type(x, dtype)
+    def leave(self, eqn: Any, eqn_plan: Any, shadows: Sequence[Any]) -> Sequence[Any]:
+        if eqn_plan is None:
+            return shadows
+        values = Values(self.low_dtype)
+        values.hold(eqn.outvars, shadows)
+        if not eqn_plan.rule.is_arithmetic:
+            return values.read(eqn.outvars, eqn_plan.half_out)
+        values.write_results(eqn, eqn_plan, shadows)
+        return values.held(eqn.outvars)
+
+    def returned(self, jaxpr: Any, shadows: Sequence[Any]) -> list[Any]:
+        """Return the results of the policy's run, in the dtypes of the program."""
+        is_float32 = (False,) * len(shadows)
+        read = self._values(jaxpr.outvars, shadows).read(jaxpr.outvars, is_float32)
+        return read
+
+    def _values(self, variables: Sequence[Any], shadows: Sequence[Any]) -> Values:
+        """Return the values of operands that are no literals."""
+        values = Values(self.low_dtype)
+        pairs = zip(variables, shadows, strict=True)
+        pairs = [(v, x) for v, x in pairs if not compat.is_literal(v)]
+        values.hold([v for v, _ in pairs], [x for _, x in pairs])
+        return values
+
+
+def _stored(shadow: Any) -> Any:
+    return shadow.stored if isinstance(shadow, Rounded) else shadow
+
+
+def _inner(shadow: Any) -> Any:
+    return shadow.inner if isinstance(shadow, Rounded) else shadow
 
 
 _NO_ERROR = Tag(0.0, -1, False, NONE)
@@ -132,7 +165,7 @@ class Lockstep(Observer):
 
     def observe(self, op: Operation) -> Sequence[Tag]:
         operands = [*op.tags, *op.also]
-        for i, low in enumerate(op.read):
+        for i, low in enumerate(op.multiplied):
             if op.ins[i] is not None:
                 operands[i] = self._read(op, i, low)
         worst = max(operands, key=lambda tag: tag.rank, default=_NO_ERROR)

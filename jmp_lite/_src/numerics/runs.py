@@ -23,6 +23,7 @@ from jmp_lite._src.numerics.stretches import (
     Shadow,
     Stretch,
     cut,
+    is_slot,
     layout,
     structure_of,
 )
@@ -118,19 +119,24 @@ class Run(Interpreter):
                 outs=seen(op.outs),
                 low_ins=seen(op.low_ins),
                 low_outs=seen(op.low_outs),
-                read=seen(op.read),
+                multiplied=seen(op.multiplied),
                 tags=list(map(tag, op.tags)),
                 also=list(map(tag, op.also)),
                 eqn_count=moment.eqn_count + i,
                 loops=moment.loops,
             )
             tags += self.observer.observe(run)
-        outs = [Cell(get(x), get(low), tag(i)) for x, low, i in compiled.outs]
+        outs = [
+            Cell(get(x), jax.tree.map(get, low, is_leaf=is_slot), tag(i))
+            for x, low, i in compiled.outs
+        ]
         return outs, moment.eqn_count + len(compiled.operations)
 
-    def cast(self, variables, cells: Sequence[Cell], is_low: Any) -> list[Cell]:
-        shadows = self.shadow.cast(variables, [c.shadow for c in cells], is_low)
-        return [c._replace(shadow=s) for c, s in zip(cells, shadows, strict=True)]
+    def enter(self, eqn, eqn_plan, cells):
+        return _shadowed(cells, self.shadow.enter, eqn, eqn_plan)
+
+    def leave(self, eqn, eqn_plan, cells):
+        return _shadowed(cells, self.shadow.leave, eqn, eqn_plan)
 
     def scan(self, eqn, eqn_plan, body, split, moment):
         (consts, carry, xs), eqn_count = split, moment.eqn_count
@@ -141,7 +147,7 @@ class Run(Interpreter):
             given = [c.value for c in (*consts, *carry, *xs)]
             outs, tag = bind(given), self.observer.stack([])
             ys = [Cell(x, self.shadow.start(x), tag) for x in outs]
-            ys = self.cast(eqn.outvars, ys, eqn_plan and eqn_plan.half_out)
+            ys = self.leave(eqn, eqn_plan, ys)
             return [*carry, *ys[num_carry:]], eqn_count
         in_order = slice(None, None, -1 if eqn.params["reverse"] else 1)
         for i in range(length)[in_order]:
@@ -169,6 +175,13 @@ class Run(Interpreter):
         values, shadows, tags = zip(*rows, strict=True)
         shadow = None if shadows[0] is None else _stacked(shadows)
         return Cell(_stacked(values), shadow, self.observer.stack(tags))
+
+
+def _shadowed(
+    cells: Sequence[Cell], change: Callable[..., Any], eqn: Any, eqn_plan: Any
+) -> list[Cell]:
+    shadows = change(eqn, eqn_plan, [c.shadow for c in cells])
+    return [c._replace(shadow=s) for c, s in zip(cells, shadows, strict=True)]
 
 
 def look(x: Any) -> Any:

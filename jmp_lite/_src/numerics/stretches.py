@@ -39,7 +39,8 @@ _LOOKS_AT = 4
 class Shadow:
     """Computes no shadows. Subclasses compute them, inside `jit`.
 
-    An `eqn_plan` is the plan of one equation, None without a plan.
+    A shadow is a tree of arrays. An `eqn_plan` is the plan of one equation, None
+    without a plan.
     """
 
     def start(self, value: Any) -> Any:
@@ -51,30 +52,37 @@ class Shadow:
         return type(self)
 
     def decides(self, eqn_plan: Any) -> Hashable:
-        """Return what of a plan decides how shadows are computed.
+        """Return what of a plan, but for its sub-jaxprs, decides about shadows."""
 
-        Left out are variables in `also_reads`, and the plans of sub-jaxprs whose sites
-        are listed.
-        """
-        return eqn_plan
-
-    def also_reads(self, eqn_plan: Any) -> Sequence[Any]:
+    def also_reads(self, eqn: Any, eqn_plan: Any) -> Sequence[Any]:
         """Return the variables that the shadow of an equation reads beside its own."""
         return ()
 
-    def run_eqn(self, equation: Equation, shadow_of: Any) -> tuple[Any, Any]:
-        """Return the shadows of an equation's results, and other arrays to observe.
+    def run_eqn(self, equation: Equation, also: Sequence[Any]) -> "Shadows":
+        """Return the shadows of an equation's results.
 
-        The tags of the equation are the shadows of its operands; `shadow_of` returns
-        that of any variable of the jaxpr that has a value.
+        The tags of the equation are the shadows of its operands; `also` has those of
+        what `also_reads` returns.
         """
-        return [None] * len(equation.outs), ()
+        nothing = [None] * len(equation.outs)
+        return Shadows(nothing, nothing, [None] * len(equation.ins))
 
-    def cast(
-        self, variables: Sequence[Any], shadows: Sequence[Any], is_low: Any
-    ) -> Sequence[Any]:
-        """Return shadows in the dtypes of `is_low`, as `Interpreter.cast` has it."""
+    def enter(self, eqn: Any, eqn_plan: Any, shadows: Sequence[Any]) -> Sequence[Any]:
+        """Return shadows of operands, as `Interpreter.enter` has it."""
         return shadows
+
+    def leave(self, eqn: Any, eqn_plan: Any, shadows: Sequence[Any]) -> Sequence[Any]:
+        """Return shadows of results, as `Interpreter.leave` has it."""
+        return shadows
+
+
+class Shadows(NamedTuple):
+    """What beside an equation has been computed."""
+
+    outs: Sequence[Any]  # the shadows of its results
+    low_outs: Sequence[Any]  # of each, the array to observe
+    low_ins: Sequence[Any]  # of the shadow of each operand, likewise
+    multiplied: Sequence[Any] = ()  # of a product, its operands as they are multiplied
 
 
 def cut(jaxpr: Any, plan: Any, shadow: Shadow) -> list[Stretch]:
@@ -93,7 +101,7 @@ def cut(jaxpr: Any, plan: Any, shadow: Shadow) -> list[Stretch]:
         read = dict.fromkeys(
             v
             for eqn, eqn_plan in pairs
-            for v in variables((*eqn.invars, *shadow.also_reads(eqn_plan)))
+            for v in variables((*eqn.invars, *shadow.also_reads(eqn, eqn_plan)))
         )
         invars = [v for v in read if v not in made]
         stretches.append(
@@ -172,6 +180,11 @@ class Constant(NamedTuple):
     value: Any
 
 
+def is_slot(x: Any) -> bool:
+    """Return whether this is what `CompiledStretch` has in place of one array."""
+    return isinstance(x, int | Constant)
+
+
 class Operation(NamedTuple):
     """An operation that has run: what it read and computed.
 
@@ -186,9 +199,9 @@ class Operation(NamedTuple):
     eqn_plan: Any
     ins: Sequence[Any]  # None where neither floating nor a mask that chooses
     outs: Sequence[Any]  # None where not floating
-    low_ins: Sequence[Any]  # the shadows of the operands, likewise
-    low_outs: Sequence[Any]  # the shadows of the results, likewise
-    read: Sequence[Any]  # the other arrays that `Shadow.run_eqn` returned
+    low_ins: Sequence[Any]  # of the shadows of the operands, likewise
+    low_outs: Sequence[Any]  # of the shadows of the results, likewise
+    multiplied: Sequence[Any]  # of a product, the shadows as it multiplies them
     tags: Sequence[Any]  # of its operands
     also: Sequence[Any]  # the tags of what else the shadows are computed from
     eqn_count: int = 0  # how many operations ran before it in the run
@@ -202,7 +215,7 @@ class CompiledStretch:
     # arrays whose slots follow those of the inputs.
     call: Callable[[Any, Any], list[Any]]
     operations: list[Operation]
-    # Per output, the slots of its value and shadow, and the index of its tag.
+    # Per output, the slot of its value, those of its shadow, and the index of its tag.
     outs: list[tuple[Any, Any, Any]]
 
     def __init__(
@@ -224,7 +237,7 @@ class CompiledStretch:
             outs, _ = recorder.run(stretch, (), cells, plan=stretch)
             self.operations = recorder.operations
             self.outs = [
-                (recorder.slot(x), recorder.slot(tag.shadow), tag.index)
+                (recorder.slot(x), jax.tree.map(recorder.slot, tag.shadow), tag.index)
                 for x, tag in outs
             ]
             return recorder.kept[len(inputs) :]
@@ -237,20 +250,22 @@ def structure_of(stretch: Stretch, shadow: Shadow) -> Hashable:
     """Return what is equal if two stretches, and their shadows, compute the same."""
 
     def decides(eqn: Any, eqn_plan: Any) -> tuple[Any, Any, Any]:
-        bodies, also_reads = control_flow.bodies_of(eqn), shadow.also_reads(eqn_plan)
-        if bodies is None:
-            return shadow.decides(eqn_plan), also_reads, None
-        in_half = eqn_plan and (eqn_plan.half_in, eqn_plan.half_out)
-        return in_half, also_reads, bodies  # only these run
+        bodies, also_reads = (
+            control_flow.bodies_of(eqn),
+            shadow.also_reads(eqn, eqn_plan),
+        )
+        what = shadow.decides(eqn_plan)
+        if bodies is None:  # the plans of its sub-jaxprs run as they are
+            what = what, eqn_plan and eqn_plan.bodies
+        return what, also_reads, bodies
 
     return structure(stretch, decides, stretch)
 
 
 def layout(inputs: Any) -> Any:
     """Return what decides, together with a stretch, which program runs on these."""
-    return tuple(
-        (jax.typeof(x), getattr(x, "sharding", None)) for x in jax.tree.leaves(inputs)
-    )
+    leaves, tree = jax.tree.flatten(inputs)
+    return tree, *((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)
 
 
 class _Tag(NamedTuple):
@@ -278,36 +293,34 @@ class _Recorder(Walker):
         return self._slots[id(x)]
 
     def bind(self, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
-        return _unfused(super().bind(eqn, ins))
+        return unfused(super().bind(eqn, ins))
 
     def observe(self, equation: Equation) -> Sequence[Any]:
-        tags, eqn_plan = equation.tags, equation.eqn_plan
-        shadows = [tag.shadow for tag in tags]
-        also = [equation.tag_of(v).index for v in self.shadow.also_reads(eqn_plan)]
-        lows, read = self.shadow.run_eqn(
-            equation._replace(tags=shadows), lambda v: equation.tag_of(v).shadow
+        eqn, eqn_plan = equation.eqn, equation.eqn_plan
+        also = [equation.tag_of(v) for v in self.shadow.also_reads(eqn, eqn_plan)]
+        lows = self.shadow.run_eqn(
+            equation._replace(tags=[tag.shadow for tag in equation.tags]),
+            [tag.shadow for tag in also],
         )
-        if lows is not equation.outs:
-            lows = _unfused(lows)
         ins = self._floating(equation.ins)
-        if cases(equation.eqn.primitive.name, ins):
+        if cases(eqn.primitive.name, ins):
             ins[0] = self.slot(equation.ins[0])
         self.operations.append(
             Operation(
-                eqn=equation.eqn,
+                eqn=eqn,
                 site=equation.site,
                 eqn_plan=eqn_plan,
                 ins=ins,
                 outs=self._floating(equation.outs),
-                low_ins=self._floating(shadows),
-                low_outs=self._floating(lows),
-                read=self._floating(read),
-                tags=[tag.index for tag in tags],
-                also=also,
+                low_ins=self._floating(lows.low_ins),
+                low_outs=self._floating(lows.low_outs),
+                multiplied=self._floating(lows.multiplied),
+                tags=[tag.index for tag in equation.tags],
+                also=[tag.index for tag in also],
             )
         )
-        first, self._num_tags = self._num_tags, self._num_tags + len(lows)
-        return [_Tag(first + i, low) for i, low in enumerate(lows)]
+        first, self._num_tags = self._num_tags, self._num_tags + len(lows.outs)
+        return [_Tag(first + i, low) for i, low in enumerate(lows.outs)]
 
     def _floating(self, arrays: Sequence[Any]) -> list[Any]:
         return [
@@ -317,14 +330,20 @@ class _Recorder(Walker):
     def tag_constant(self, value: Any) -> _Tag:
         return _Tag(Constant(value), self.shadow.start(value))
 
-    def cast(self, variables: Any, cells: Any, is_low: Any) -> Any:
-        shadows = [tag.shadow for _, tag in cells]
-        shadows = self.shadow.cast(variables, shadows, is_low)
-        pairs = zip(cells, shadows, strict=True)
-        return [(x, tag._replace(shadow=shadow)) for (x, tag), shadow in pairs]
+    def enter(self, eqn: Any, eqn_plan: Any, cells: Any) -> Any:
+        return _shadowed(cells, self.shadow.enter, eqn, eqn_plan)
+
+    def leave(self, eqn: Any, eqn_plan: Any, cells: Any) -> Any:
+        return _shadowed(cells, self.shadow.leave, eqn, eqn_plan)
 
 
-def _unfused(values: Sequence[Any]) -> Sequence[Any]:
+def _shadowed(cells: Any, change: Any, eqn: Any, eqn_plan: Any) -> Any:
+    shadows = change(eqn, eqn_plan, [tag.shadow for _, tag in cells])
+    pairs = zip(cells, shadows, strict=True)
+    return [(x, tag._replace(shadow=shadow)) for (x, tag), shadow in pairs]
+
+
+def unfused(values: Sequence[Any]) -> Sequence[Any]:
     """Return values whose floats XLA computes as written, fused with nothing else."""
     is_computed = [isinstance(x, Tracer) and is_floating(x) for x in values]
     pairs = zip(values, is_computed, strict=True)
