@@ -20,14 +20,14 @@ roundings cancel; an offset inside of a product (a column of ones) cannot be see
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast.sums import is_lookup
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, inner_eqns, variables
-from jmp_lite._src.jaxprs.primitives import CAST, Fact, adds, degrees, facts, has
+from jmp_lite._src.jaxprs.primitives import CALLS, CAST, Fact, adds, degrees, facts, has
 
 
 class Use:
@@ -65,14 +65,31 @@ class Structure(NamedTuple):
     roots: dict[Var, Var]  # the array that a value is a part of, or moved from
     carried: set[Var]  # sums and multiples of what a loop carries
     inputs: frozenset[Var]
-    looked_up: set[Var]  # rows of a table, moved at most
     products: set[Var]  # made of the result of a product
 
     def is_moved_input(self, var: Var) -> bool:
         """Return whether a variable is an input, or moved from one: no rows of it."""
-        if compat.is_literal(var) or var in self.looked_up:
-            return False
-        return self.roots.get(var, var) in self.inputs
+        found = _moved_from(var, self.made_by)
+        return not compat.is_literal(found) and found in self.inputs
+
+
+def _moved_from(var: Var, made_by: Mapping[Var, Eqn]) -> Var:
+    """Return what a value is moved from, by calls too."""
+    while not compat.is_literal(var) and var in made_by:
+        eqn = made_by[var]
+        bodies = compat.jaxprs_of(eqn) if eqn.primitive.name in CALLS else ()
+        if len(bodies) == 1:
+            body = compat.open_jaxpr(bodies[0])
+            inside = {v: e for e in body.eqns for v in e.outvars}
+            found = _moved_from(body.outvars[eqn.outvars.index(var)], inside)
+            if found not in body.invars:
+                return var
+            var = eqn.invars[body.invars.index(found)]
+        elif has(eqn.primitive.name, Fact.MOVES) and not is_lookup(eqn):
+            var = eqn.invars[0]
+        else:
+            return var
+    return var
 
 
 def structure(
@@ -86,7 +103,7 @@ def structure(
     origins = {v: 1 << next(count) for v in (*jaxpr.constvars, *jaxpr.invars)}
     carried = set(filter(core.is_f32, carry))
     inputs = frozenset(origins)
-    found = Structure({}, origins, set(), set(), {}, carried, inputs, set(), set())
+    found = Structure({}, origins, set(), set(), {}, carried, inputs, set())
     for eqn, arithmetic in zip(jaxpr.eqns, is_arithmetic, strict=True):
         found.made_by.update(dict.fromkeys(eqn.outvars, eqn))
         is_made = not found.products.isdisjoint(variables(eqn.invars))
@@ -111,8 +128,6 @@ def _note(eqn: Eqn, found: Structure) -> None:
     if known & Fact.MOVES and floats:
         root = found.roots.get(floats[0], floats[0])
         found.roots.update(dict.fromkeys(eqn.outvars, root))
-        if is_lookup(eqn) or floats[0] in found.looked_up:
-            found.looked_up.update(eqn.outvars)
         if core.size(floats[0]) < size:
             found.spread.update(eqn.outvars)
     elif all(v in found.spread or core.size(v) == 1 for v in floats):

@@ -664,15 +664,18 @@ class _Search:
         are resized, keys that groups of queries share. It is not kept then.
         """
         activations = {s.writes[0]: s for s in segments if self._is_activation(s)}
+        able = {
+            i
+            for i, plan in enumerate(plans)
+            if plan.is_half_product and plan.half_out[0] and not plan.rule.is_fp8
+        }
         found = []
-        for i, plan in enumerate(plans):
-            if not plan.is_half_product or not plan.half_out[0] or plan.rule.is_fp8:
-                continue
+        for i in sorted(able):
             operands = dict.fromkeys(variables(self.eqns[i].invars))
             segment = next((activations[v] for v in operands if v in activations), None)
             moves: set[int] = set()
             for v in operands:
-                source, moved = self._moved_from(v)
+                source, moved = self._moved_from(v, able)
                 if core.size(v) >= _REPEATS * core.size(source):
                     moves.update(moved)
             if segment or moves:
@@ -693,19 +696,23 @@ class _Search:
             and not any(map(is_reduction, eqns))
         )
 
-    def _moved_from(self, var: Var) -> tuple[Var, list[int]]:
+    def _moved_from(self, var: Var, able: Set[int]) -> tuple[Var, list[int]]:
         """Return the half array that moves make what a product reads of, and the moves.
 
-        What is read elsewhere, too, is stored.
+        What others read, too, is stored: but products that are `able` to make it.
         """
         source, moves = var, []
-        while len(self.readers[source]) == 1 and source not in self.returned:
+        is_shared = not able.issuperset(self.readers[var])
+        while not is_shared and source not in self.returned:
             i = self.made_by.get(source, -1)
-            operand = _moved_operand(self.eqns[i], self.plans[i]) if i >= 0 else None
+            if i < 0 or self.is_inside[i]:
+                break
+            operand = _moved_operand(self.eqns[i], self.plans[i])
             if operand is None:
                 break
             moves.append(i)
             source = self.eqns[i].invars[operand]
+            is_shared = len(self.readers[source]) > 1
         return source, moves
 
     # The order.
