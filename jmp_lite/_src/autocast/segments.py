@@ -167,19 +167,27 @@ def _is_polynomial(eqn: Eqn) -> bool:
     return all(not of & Fact.ELEMENTWISE or of & polynomial for of in known)
 
 
-def _compares(eqn: Eqn, differentiated: Set[Var]) -> bool:
-    """Return whether numbers of an equation must be equal to the last bit.
+def _compares(eqns: Sequence[Eqn], differentiated: Set[Var]) -> bool:
+    """Return whether numbers of equations must be equal to the last bit.
 
     The gradient of a largest number goes to what equals it.
     """
-    for body in compat.jaxprs_of(eqn):
-        inner = sums.find_differentiated(body)
-        if any(_compares(e, inner) for e in body.eqns):
-            return True
-    if facts(eqn.primitive.name) & Fact.COMPARES:
-        return all(core.is_float(v) and not compat.is_literal(v) for v in eqn.invars)
-    is_chosen = facts(eqn.primitive.name) & Fact.CHOOSES and is_reduction(eqn)
-    return bool(is_chosen) and not differentiated.isdisjoint(eqn.outvars)
+    seen, queue = set(), [(eqns, differentiated)]
+    while queue:
+        eqns, differentiated = queue.pop()
+        for eqn in eqns:
+            for body in compat.jaxprs_of(eqn):
+                if id(body) not in seen:
+                    seen.add(id(body))
+                    queue.append((body.eqns, sums.find_differentiated(body)))
+            known = facts(eqn.primitive.name)
+            floats = [v for v in variables(eqn.invars) if core.is_float(v)]
+            if known & Fact.COMPARES and len(floats) == len(eqn.invars):
+                return True
+            is_chosen = known & Fact.CHOOSES and is_reduction(eqn)
+            if is_chosen and not differentiated.isdisjoint(eqn.outvars):
+                return True
+    return False
 
 
 def _without_gradients(eqns: Sequence[Eqn]) -> set[Var]:
@@ -621,7 +629,7 @@ class _Search:
             half_in=tuple(v in half for v in reads),
             writes=tuple(writes),
             half_out=tuple(v in half for v in writes),
-            compares=any(_compares(self.eqns[i], self.differentiated) for i in group),
+            compares=_compares([self.eqns[i] for i in group], self.differentiated),
             kept=tuple(
                 self.is_in_loop
                 and v in self.computed
