@@ -109,7 +109,8 @@ def structure(
         is_made = not found.products.isdisjoint(variables(eqn.invars))
         if is_made or any(has(e.primitive.name, Fact.PRODUCT) for e in inner_eqns(eqn)):
             found.products.update(eqn.outvars)
-        if not arithmetic:
+        is_mask = eqn.outvars and all(map(core.is_bool, eqn.outvars))
+        if not (arithmetic or is_mask):
             found.origins.update({v: 1 << next(count) for v in eqn.outvars})
             continue
         _note(eqn, found)
@@ -161,7 +162,7 @@ def asked(eqn: Eqn, use: int, of: Structure, is_forward: bool) -> list[int]:
     if all(map(core.is_bool, eqn.outvars)):  # whether numbers are finite, say
         return [passed * core.is_bool(v) for v in eqn.invars]
     if has(name, Fact.JOINS | Fact.CHOOSES):
-        # In the backward pass, a mask is of what the forward pass has chosen.
+        # The backward pass chooses as the forward pass does.
         mask = _of_mask(eqn, of) if is_forward else 0
         return [mask, *[passed] * (len(eqn.invars) - 1)]
     if known & (Fact.FRACTION | Fact.PERIODIC):
@@ -261,6 +262,22 @@ def _of_mask(eqn: Eqn, of: Structure) -> int:
     for v in variables(cases):
         chosen |= of.origins.get(v, 0)
     return ALL if of.origins.get(mask, 0) & ~chosen else 0
+
+
+def of_call(eqn: Eqn, uses: Sequence[int], of: Structure) -> list[int]:
+    """Return how a call reads its operands, given how its jaxpr does.
+
+    A mask of numbers that it reads, too, is one of what is chosen, as in `jnp.where`.
+    """
+    read = 0
+    for v in filter(core.is_float, variables(eqn.invars)):
+        read |= of.origins.get(v, 0)
+    return [
+        use & ~ALL
+        if core.is_bool(v) and not compat.is_literal(v) and not of.origins[v] & ~read
+        else use
+        for v, use in zip(eqn.invars, uses, strict=True)
+    ]
 
 
 def _passed_on(eqn: Eqn, passed: int, of: Structure) -> list[int]:

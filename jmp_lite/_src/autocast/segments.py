@@ -360,9 +360,7 @@ class _Search:
 
     def _is_stored_in_half(self, var: Var) -> bool:
         use, readers = self.uses.get(var, 0), self._outside(var)
-        if use & Use.DIGITS or not core.is_f32(var):
-            return False
-        if var in self.returned and not use & (Use.HALF | Use.FLOAT32):
+        if use & (Use.DIGITS | Use.RETURNED) or not core.is_f32(var):
             return False
         if var not in self.returned and all(self._runs_beside(var, r) for r in readers):
             return False
@@ -410,7 +408,8 @@ class _Search:
             if not (_adds(eqn) or _is_exact(eqn)):
                 continue
             goes_on = len(readers) == 1 and (_adds(readers[0]) or _is_exact(readers[0]))
-            is_kept = not self.uses[out] & Use.DIGITS and out not in logits
+            use = self.uses[out] & (Use.DIGITS | Use.RETURNED)
+            is_kept = not use and out not in logits
             if is_kept and not goes_on:
                 found.add(out)
                 terms[out] = frozenset([out])
