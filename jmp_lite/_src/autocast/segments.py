@@ -320,10 +320,12 @@ class _Search:
                 continue
             (out,) = eqn.outvars
             beside = {r for r in self.readers[out] if self._is_beside(out, r)}
-            if out in self.cut or not beside <= {*found}:
-                continue
             arrays = [v for v in variables(eqn.invars) if core.is_f32(v)]
-            is_half = self.held[out] == HALF and self._is_stored_in_half(out)
+            is_stored = not any(self._is_beside(v, i) for v in arrays)
+            if out in self.cut or not (is_stored or beside <= {*found}):
+                continue
+            is_half = is_stored or self._is_stored_in_half(out)
+            is_half = is_half and self.held[out] == HALF
             if is_half and all(self.held[v] in (HALF, INPUT) for v in arrays):
                 found.append(i)
         return found
@@ -739,7 +741,10 @@ class _Search:
         def order(step: int | Segment | Part) -> tuple[int, int, int]:
             last = step.eqns[-1] if isinstance(step, Segment) else step
             last = last.product if isinstance(last, Part) else last
-            is_after = 2 if last in self.choices else int(self.is_inside[last])
+            is_after = int(self.is_inside[last])
+            if last in self.choices:  # of what a segment makes, or of what it reads
+                operands = variables(self.eqns[last].invars)
+                is_after = 2 * any(map(self._is_made_inside, operands))
             return self.level[last], is_after, last
 
         steps.sort(key=order)
