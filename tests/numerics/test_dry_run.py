@@ -4,6 +4,7 @@ import inspect
 from itertools import compress
 from typing import Any
 
+import bitwise
 import compilations
 import flax.linen as nn
 import jax
@@ -114,6 +115,22 @@ def test_the_run_of_the_policy_is_that_of_autocast(
     assert report.rows
     if of == "values":  # gradients may be 0 in float32 alone
         assert all(np.isfinite(row.error) for row in report.rows)
+
+
+@pytest.mark.parametrize("half", POLICIES)
+def test_a_softmax_reads_what_it_does_in_autocast(half: str) -> None:
+    def fun(w, x, scale):  # of a segment, rounded; of a product, before it is rounded
+        z = (x @ w) @ x.T
+        logits = jnp.where(scale, z * 3.0, 20.0 * jnp.tanh(z / 5.0))
+        return [
+            jax.nn.softmax(y) @ x for y in (20.0 * jnp.tanh(z / 5.0), z * 3.0, logits)
+        ]
+
+    x = jnp.sin(jnp.arange(64.0)).reshape(8, 8)
+    args = x / 2, x, x > 0.3
+    _, low, _ = run_both(fun, POLICIES[half], *args)
+    expected = in_autocast(fun, POLICIES[half], *args)
+    assert bitwise.raw_bits(low) == bitwise.raw_bits(expected)
 
 
 @pytest.mark.parametrize("half", POLICIES)
