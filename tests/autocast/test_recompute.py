@@ -25,7 +25,7 @@ from jax.experimental import io_callback
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jmp_lite import autocast, explain, memory
+from jmp_lite import autocast, memory
 from jmp_lite._src.jaxprs import name_scopes
 
 # The models promote ranks, as users' do.
@@ -109,11 +109,23 @@ def _error(fun, expected, *args):
 
 
 @pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "layer_norm"])
 def test_the_backward_pass_keeps_half_values_that_are_stored_anyway(name, half):
     held = functools.partial(_kept, MODELS[name], f"mixed_{half}", half_results=True)
     assert held() == [half] * KEPT[name]
     assert len(held(recompute=False)) > KEPT[name]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_norm_alone_is_computed_again_in_a_loop(half):
+    """Elsewhere XLA does that by itself, of sums and products of arrays."""
+    w, gain, x = _arguments()
+    fun = _in_scan(lambda *args: _layer_norm(*args) @ args[0][1])
+    of_norm, without = (
+        kept(autocast(fun, f"mixed_{half}", recompute=on), w, gain, x, size=2 * x.size)
+        for on in (None, False)
+    )
+    assert "float32" in without and {*of_norm} == {half}
 
 
 # What an activation makes for one product is made again, no product is.
@@ -148,11 +160,12 @@ def test_an_activation_that_is_returned_is_a_result():
     assert error(h, of_fun) < 0.01
 
 
-def test_an_activation_of_what_waits_keeps_two_bytes_of_it():
+def test_an_activation_of_a_sum_along_rows_keeps_the_sum():
     def fun(w, gain, x):
         return jax.nn.gelu(jnp.cumsum(x @ w[0], -1)) @ w[1] @ w[0]
 
-    assert _kept(fun, "mixed_float16", half_results=False) == ["float16"] * 4
+    found = _kept(fun, "mixed_float16", half_results=False)
+    assert found == ["float16", "float16", "float32"]
 
 
 def test_an_operand_of_fp8_is_not_made_again():
@@ -266,17 +279,6 @@ def test_what_the_program_computes_again_is_left_to_it():
     for recompute in (True, False):
         grad = _grad(jax.checkpoint(_gelu), recompute=recompute)
         assert _primitives(grad, *_arguments()).count("tanh") == 2
-
-
-def test_explain_says_what_is_computed_again():
-    args = _arguments()
-    rows = explain(_layer_norm, "mixed_bfloat16")(*args).rows
-    reason = "in f32, and again for the backward pass"
-    again = [(row.primitive, row.after) for row in rows if row.reason == reason]
-    assert {("rsqrt", "f32 -> f32"), ("integer_pow", "f32 -> f32")} <= {*again}
-    assert "bf16 -> f32" in {after for _, after in again}
-    off = explain(_layer_norm, "mixed_bfloat16", recompute=False)(*args)
-    assert reason not in off.kept
 
 
 def _in_scan(fun, length=2):
@@ -550,12 +552,12 @@ def test_what_a_policy_of_jax_moves_to_the_host_is_half():
 def test_a_sum_that_is_stored_is_read_in_half():
     """XLA takes a cast to half and back for needless: it would store float32, too."""
 
-    def loss(w, x, times):
-        h = x @ w + (times @ w)[:, None]  # as in a U-Net: a row for each example
+    def loss(w, x):
+        h = x @ w + x @ w.T
         scale = jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)
         return jnp.sum((h * scale) @ w)
 
-    args = jnp.ones((16, 16)), jnp.ones((4, 8, 16)), jnp.ones((4, 16))
+    args = jnp.ones((16, 16)), jnp.ones((4, 8, 16))
     jaxpr = jaxprs.trace(autocast(loss, "mixed_bfloat16"), *args)
     (add,) = (
         eqn

@@ -121,7 +121,9 @@ class Analyzer:
         """Return the plan of a closed jaxpr, by default that of a whole function."""
         sub = control_flow.as_sub_jaxpr(closed, 0)
         ins = [INPUT] * len(sub.operands) if ins is None else ins
-        uses = [Use.RETURNED] * len(sub.results) if uses is None else uses
+        if uses is None:
+            floats = map(core.is_float, sub.jaxpr.outvars)
+            uses = [Use.RETURNED | (not is_float and Use.ALL) for is_float in floats]
         place = Place(direction=direction)
         return self.plan(sub, place, ins, uses)
 

@@ -20,14 +20,14 @@ roundings cancel; an offset inside of a product (a column of ones) cannot be see
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast.sums import is_lookup
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, inner_eqns, variables
-from jmp_lite._src.jaxprs.primitives import CAST, Fact, adds, degrees, facts, has
+from jmp_lite._src.jaxprs.primitives import CALLS, CAST, Fact, adds, degrees, facts, has
 
 
 class Use:
@@ -65,14 +65,31 @@ class Structure(NamedTuple):
     roots: dict[Var, Var]  # the array that a value is a part of, or moved from
     carried: set[Var]  # sums and multiples of what a loop carries
     inputs: frozenset[Var]
-    looked_up: set[Var]  # rows of a table, moved at most
     products: set[Var]  # made of the result of a product
 
     def is_moved_input(self, var: Var) -> bool:
         """Return whether a variable is an input, or moved from one: no rows of it."""
-        if compat.is_literal(var) or var in self.looked_up:
-            return False
-        return self.roots.get(var, var) in self.inputs
+        found = _moved_from(var, self.made_by)
+        return not compat.is_literal(found) and found in self.inputs
+
+
+def _moved_from(var: Var, made_by: Mapping[Var, Eqn]) -> Var:
+    """Return what a value is moved from, by calls too."""
+    while not compat.is_literal(var) and var in made_by:
+        eqn = made_by[var]
+        bodies = compat.jaxprs_of(eqn) if eqn.primitive.name in CALLS else ()
+        if len(bodies) == 1:
+            body = compat.open_jaxpr(bodies[0])
+            inside = {v: e for e in body.eqns for v in e.outvars}
+            found = _moved_from(body.outvars[eqn.outvars.index(var)], inside)
+            if found not in body.invars:
+                return var
+            var = eqn.invars[body.invars.index(found)]
+        elif has(eqn.primitive.name, Fact.MOVES) and not is_lookup(eqn):
+            var = eqn.invars[0]
+        else:
+            return var
+    return var
 
 
 def structure(
@@ -86,13 +103,14 @@ def structure(
     origins = {v: 1 << next(count) for v in (*jaxpr.constvars, *jaxpr.invars)}
     carried = set(filter(core.is_f32, carry))
     inputs = frozenset(origins)
-    found = Structure({}, origins, set(), set(), {}, carried, inputs, set(), set())
+    found = Structure({}, origins, set(), set(), {}, carried, inputs, set())
     for eqn, arithmetic in zip(jaxpr.eqns, is_arithmetic, strict=True):
         found.made_by.update(dict.fromkeys(eqn.outvars, eqn))
         is_made = not found.products.isdisjoint(variables(eqn.invars))
         if is_made or any(has(e.primitive.name, Fact.PRODUCT) for e in inner_eqns(eqn)):
             found.products.update(eqn.outvars)
-        if not arithmetic:
+        is_mask = eqn.outvars and all(map(core.is_bool, eqn.outvars))
+        if not (arithmetic or is_mask):
             found.origins.update({v: 1 << next(count) for v in eqn.outvars})
             continue
         _note(eqn, found)
@@ -111,8 +129,6 @@ def _note(eqn: Eqn, found: Structure) -> None:
     if known & Fact.MOVES and floats:
         root = found.roots.get(floats[0], floats[0])
         found.roots.update(dict.fromkeys(eqn.outvars, root))
-        if is_lookup(eqn) or floats[0] in found.looked_up:
-            found.looked_up.update(eqn.outvars)
         if core.size(floats[0]) < size:
             found.spread.update(eqn.outvars)
     elif all(v in found.spread or core.size(v) == 1 for v in floats):
@@ -146,7 +162,7 @@ def asked(eqn: Eqn, use: int, of: Structure, is_forward: bool) -> list[int]:
     if all(map(core.is_bool, eqn.outvars)):  # whether numbers are finite, say
         return [passed * core.is_bool(v) for v in eqn.invars]
     if has(name, Fact.JOINS | Fact.CHOOSES):
-        # In the backward pass, a mask is of what the forward pass has chosen.
+        # The backward pass chooses as the forward pass does.
         mask = _of_mask(eqn, of) if is_forward else 0
         return [mask, *[passed] * (len(eqn.invars) - 1)]
     if known & (Fact.FRACTION | Fact.PERIODIC):
@@ -246,6 +262,22 @@ def _of_mask(eqn: Eqn, of: Structure) -> int:
     for v in variables(cases):
         chosen |= of.origins.get(v, 0)
     return ALL if of.origins.get(mask, 0) & ~chosen else 0
+
+
+def of_call(eqn: Eqn, uses: Sequence[int], of: Structure) -> list[int]:
+    """Return how a call reads its operands, given how its jaxpr does.
+
+    A mask of numbers that it reads, too, is one of what is chosen, as in `jnp.where`.
+    """
+    read = 0
+    for v in filter(core.is_float, variables(eqn.invars)):
+        read |= of.origins.get(v, 0)
+    return [
+        use & ~ALL
+        if core.is_bool(v) and not compat.is_literal(v) and not of.origins[v] & ~read
+        else use
+        for v, use in zip(eqn.invars, uses, strict=True)
+    ]
 
 
 def _passed_on(eqn: Eqn, passed: int, of: Structure) -> list[int]:

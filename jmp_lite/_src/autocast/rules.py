@@ -29,7 +29,7 @@ from jmp_lite._src.autocast.storage import (
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Var
-from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts
+from jmp_lite._src.jaxprs.primitives import CALLS, CAST, Fact, facts
 
 # What is smaller is a scalar or a few of them, and no array that pays to round.
 _FEW = 64
@@ -96,6 +96,9 @@ class Rule:
         asked = digits.asked(op.eqn, union(uses), body.structure, is_forward)
         if op.eqn.primitive.name == "add_any" and union(uses) == Use.RETURNED:
             return [Use.RETURNED] * len(asked)  # a sum of gradients
+        if op.eqn.effects:  # as of a callback
+            pairs = zip(asked, op.eqn.invars, strict=True)
+            asked = [x if core.is_float(v) else Use.ALL for x, v in pairs]
         return [Use.FLOAT32 | x for x in asked]
 
     def stores(
@@ -352,6 +355,7 @@ class Called(Arithmetic):
     def reads(self, op, uses, body):
         (sub,) = op.bodies
         found = body.analyzer.uses_of(sub, body.inside(op, sub), uses)
+        found = digits.of_call(op.eqn, found, body.structure)
         return [Use.FLOAT32 | use & ~Use.DTYPE for use in found]
 
     def stores(self, op, ins, uses, body):
@@ -370,13 +374,15 @@ class SubJaxprs(Rule):
     def reads(self, op, uses, body):
         found = [0] * len(op.eqn.invars)
         if op.eqn.primitive.name == "cond":
-            found[0] = Use.FLOAT32
+            found[0] = Use.FLOAT32 | Use.ALL
         for sub in op.bodies:
             place = body.inside(op, sub)
             read = body.analyzer.uses_of(sub, place, _of_outputs(op, sub, uses))
             for k, i in enumerate(sub.operands):
                 is_fixed = k in sub.fixed_in
                 found[i] |= read[k] & Use.DIGITS | Use.FLOAT32 if is_fixed else read[k]
+        if op.eqn.primitive.name in CALLS:
+            found = digits.of_call(op.eqn, found, body.structure)
         return [use or Use.RETURNED for use in found]  # it is passed in any case
 
     def stores(self, op, ins, uses, body):
@@ -424,8 +430,8 @@ class SubJaxprs(Rule):
 def _of_outputs(op: Op, sub: SubJaxpr, uses: Sequence[int]) -> list[int]:
     """Return how the outputs of a jaxpr of an equation are read."""
     return [
-        Use.RETURNED
-        if i is None
+        Use.RETURNED | Use.ALL
+        if i is None  # the condition of a `while` loop
         else uses[i] & Use.DIGITS | Use.RETURNED
         if k in sub.fixed_out
         else uses[i]

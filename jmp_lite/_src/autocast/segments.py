@@ -167,19 +167,27 @@ def _is_polynomial(eqn: Eqn) -> bool:
     return all(not of & Fact.ELEMENTWISE or of & polynomial for of in known)
 
 
-def _compares(eqn: Eqn, differentiated: Set[Var]) -> bool:
-    """Return whether numbers of an equation must be equal to the last bit.
+def _compares(eqns: Sequence[Eqn], differentiated: Set[Var]) -> bool:
+    """Return whether numbers of equations must be equal to the last bit.
 
     The gradient of a largest number goes to what equals it.
     """
-    for body in compat.jaxprs_of(eqn):
-        inner = sums.find_differentiated(body)
-        if any(_compares(e, inner) for e in body.eqns):
-            return True
-    if facts(eqn.primitive.name) & Fact.COMPARES:
-        return all(core.is_float(v) and not compat.is_literal(v) for v in eqn.invars)
-    is_chosen = facts(eqn.primitive.name) & Fact.CHOOSES and is_reduction(eqn)
-    return bool(is_chosen) and not differentiated.isdisjoint(eqn.outvars)
+    seen, queue = set(), [(eqns, differentiated)]
+    while queue:
+        eqns, differentiated = queue.pop()
+        for eqn in eqns:
+            for body in compat.jaxprs_of(eqn):
+                if id(body) not in seen:
+                    seen.add(id(body))
+                    queue.append((body.eqns, sums.find_differentiated(body)))
+            known = facts(eqn.primitive.name)
+            floats = [v for v in variables(eqn.invars) if core.is_float(v)]
+            if known & Fact.COMPARES and len(floats) == len(eqn.invars):
+                return True
+            is_chosen = known & Fact.CHOOSES and is_reduction(eqn)
+            if is_chosen and not differentiated.isdisjoint(eqn.outvars):
+                return True
+    return False
 
 
 def _without_gradients(eqns: Sequence[Eqn]) -> set[Var]:
@@ -352,9 +360,7 @@ class _Search:
 
     def _is_stored_in_half(self, var: Var) -> bool:
         use, readers = self.uses.get(var, 0), self._outside(var)
-        if use & Use.DIGITS or not core.is_f32(var):
-            return False
-        if var in self.returned and not use & (Use.HALF | Use.FLOAT32):
+        if use & (Use.DIGITS | Use.RETURNED) or not core.is_f32(var):
             return False
         if var not in self.returned and all(self._runs_beside(var, r) for r in readers):
             return False
@@ -402,7 +408,8 @@ class _Search:
             if not (_adds(eqn) or _is_exact(eqn)):
                 continue
             goes_on = len(readers) == 1 and (_adds(readers[0]) or _is_exact(readers[0]))
-            is_kept = not self.uses[out] & Use.DIGITS and out not in logits
+            use = self.uses[out] & (Use.DIGITS | Use.RETURNED)
+            is_kept = not use and out not in logits
             if is_kept and not goes_on:
                 found.add(out)
                 terms[out] = frozenset([out])
@@ -621,7 +628,7 @@ class _Search:
             half_in=tuple(v in half for v in reads),
             writes=tuple(writes),
             half_out=tuple(v in half for v in writes),
-            compares=any(_compares(self.eqns[i], self.differentiated) for i in group),
+            compares=_compares([self.eqns[i] for i in group], self.differentiated),
             kept=tuple(
                 self.is_in_loop
                 and v in self.computed
@@ -664,15 +671,18 @@ class _Search:
         are resized, keys that groups of queries share. It is not kept then.
         """
         activations = {s.writes[0]: s for s in segments if self._is_activation(s)}
+        able = {
+            i
+            for i, plan in enumerate(plans)
+            if plan.is_half_product and plan.half_out[0] and not plan.rule.is_fp8
+        }
         found = []
-        for i, plan in enumerate(plans):
-            if not plan.is_half_product or not plan.half_out[0] or plan.rule.is_fp8:
-                continue
+        for i in sorted(able):
             operands = dict.fromkeys(variables(self.eqns[i].invars))
             segment = next((activations[v] for v in operands if v in activations), None)
             moves: set[int] = set()
             for v in operands:
-                source, moved = self._moved_from(v)
+                source, moved = self._moved_from(v, able)
                 if core.size(v) >= _REPEATS * core.size(source):
                     moves.update(moved)
             if segment or moves:
@@ -693,19 +703,23 @@ class _Search:
             and not any(map(is_reduction, eqns))
         )
 
-    def _moved_from(self, var: Var) -> tuple[Var, list[int]]:
+    def _moved_from(self, var: Var, able: Set[int]) -> tuple[Var, list[int]]:
         """Return the half array that moves make what a product reads of, and the moves.
 
-        What is read elsewhere, too, is stored.
+        What others read, too, is stored: but products that are `able` to make it.
         """
         source, moves = var, []
-        while len(self.readers[source]) == 1 and source not in self.returned:
+        is_shared = not able.issuperset(self.readers[var])
+        while not is_shared and source not in self.returned:
             i = self.made_by.get(source, -1)
-            operand = _moved_operand(self.eqns[i], self.plans[i]) if i >= 0 else None
+            if i < 0 or self.is_inside[i]:
+                break
+            operand = _moved_operand(self.eqns[i], self.plans[i])
             if operand is None:
                 break
             moves.append(i)
             source = self.eqns[i].invars[operand]
+            is_shared = len(self.readers[source]) > 1
         return source, moves
 
     # The order.

@@ -308,7 +308,7 @@ def walk(plan: Plan, *, has_places: bool = True) -> list[Placed]:
     def visit(plan: Plan, *place: Any) -> list[Placed]:
         rows: dict[Any, Placed] = {}
         for row in visit_eqns(plan, *place):
-            key = (id(row.eqn), id(row.plan), *row[2:5])
+            key = (id(row.eqn), *row[1:5])
             calls, times = rows[key][5:] if key in rows else (0, 0)
             rows[key] = row._replace(calls=calls + row.calls, times=times + row.times)
         return list(rows.values())
