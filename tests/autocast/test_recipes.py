@@ -16,18 +16,15 @@ PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 PROGRAM = """
 import jax, jax.numpy as jnp, jmp_lite
 x = jnp.ones((8, 8))
-def show(primitive, fun, half="bfloat16", rules=None):
-    fun = jmp_lite.explain(fun, f"mixed_{half}", rules=rules)
+def show(primitive, fun, rules=None):
+    fun = jmp_lite.explain(fun, "mixed_bfloat16", rules=rules)
     (row,) = [row for row in fun(x).rows if row.primitive == primitive]
     print(row.op_class, row.after)
 show("atan", lambda x: jax.lax.atan(x @ x) @ x)
 show("atan", lambda x: jax.lax.atan(x @ x))
-rules = {"exp": "stored"}
-for half in ("bfloat16", "float16"):
-    show("exp", lambda x: (jnp.exp(x @ x) * 2) @ x, half, rules)
-    show("mul", lambda x: (jnp.exp(x @ x) * 2) @ x, half, rules)
-    show("mul", lambda x: (jnp.exp(x @ x) * 2) @ x, half)
-    show("exp", lambda x: jnp.exp(x @ x) * 2, half, rules)
+for rules in ({}, {"exp": "exact"}):
+    show("exp", lambda x: jnp.exp(x @ x), rules=rules)
+    show("dot_general", lambda x: jnp.exp(x @ x), rules=rules)
 """
 
 
@@ -67,18 +64,12 @@ def test_the_recipes_do_what_they_say(tmp_path: Path) -> None:
             text = (tmp_path / file).read_text(encoding="utf-8")
             assert text.count(old) == 1, f"{file} does not have once: {old}"
             (tmp_path / file).write_text(text.replace(old, new), encoding="utf-8")
-    of_exp = [
-        line
-        for half in ("bf16", "f16")
-        for line in (
-            f"stored f32 -> {half}",
-            f"promote {half} {half} -> {half}",
-            "promote f32 f32 -> f32",
-            "stored f32 -> f32",
-        )
-    ]
-    assert run(tmp_path) == ["promote bf16 -> bf16", "promote f32 -> f32", *of_exp]
+    plain = ["float32 bf16 -> f32", "half bf16 bf16 -> bf16"]
+    exact = ["exact f32 -> f32", "half bf16 bf16 -> f32"]
+    of_atan = ["promote bf16 -> bf16", "promote bf16 -> f32"]
+    assert run(tmp_path) == [*of_atan, *plain, *exact]
     assert run(PACKAGE.parent) == ["unchanged f32 -> f32"] * 2 + [
+        *plain,
         "ValueError: Expected the class of 'exp' to be one of ('half', 'float32', "
-        "'promote', 'passthrough', 'unchanged'), got 'stored'."
+        "'promote', 'passthrough', 'unchanged'), got 'exact'.",
     ]
