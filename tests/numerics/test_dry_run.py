@@ -104,13 +104,10 @@ def test_the_run_of_the_policy_is_that_of_autocast(
         [np.asarray(x) for x in compress(xs, is_float)]
         for xs in (low, expected, full, plain)
     )
-    if all(row.times is not None for row in report.rows):
+    if "dry_run" not in program.without:
         # Of the same bits, unless XLA sums in float32 in another order where it fuses:
         # one number that is rounded elsewhere would be a larger error.
         assert relative_error(low, expected) < 1e-6
-    elif of == "values":  # its loops run as often as in float32
-        roundoff = float(jnp.finfo(DTYPES[half]).eps) / 2
-        assert relative_error(low, plain) < program.tolerance * roundoff
     assert relative_error(full, plain) < 1e-5
     assert report.rows
     if of == "values":  # gradients may be 0 in float32 alone

@@ -293,8 +293,7 @@ class Emitter:
                     else x
                     for v, x in zip(eqn.outvars, results, strict=True)
                 ]
-            # What it stores is cast where it is made.
-            binding.call(eqn, values.write_results, eqn, of_eqn, results)
+            values.write_results(eqn, of_eqn, results)
         return values.read(plan.jaxpr.outvars, half_out)
 
     def _run_part(self, part: Part, plan: Plan, values: Values) -> Sequence[jax.Array]:
