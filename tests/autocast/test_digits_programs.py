@@ -100,7 +100,7 @@ def sinkhorn(mm, w):
 
     @jax.checkpoint
     def normalised(scores):
-        kernel, u = jnp.exp(scores), jnp.ones((N, 1))
+        kernel, u, v = jnp.exp(scores), jnp.ones((N, 1)), jnp.ones((N, 1))
         for _ in range(5):
             v = 1 / mm(kernel.T, u)
             u = 1 / mm(kernel, v)
