@@ -142,7 +142,7 @@ class Product(Rule):
         self.order, self.why_not_fp8 = order, why_not_fp8
 
     @property
-    def decides(self):
+    def decides(self) -> Hashable:
         return self.order
 
     def reads(self, op, uses, body):
