@@ -308,6 +308,7 @@ class Analyzer:
             and has_gradients
             and place.around is not Around.RECOMPUTATION,
             is_in_loop=place.around is Around.LOOP,
+            keeps_half=self.table.half_results,  # else it may be out of range
         )
         outs = [
             HALF

@@ -77,14 +77,16 @@ def arrange(
     in_half: Callable[[int], EqnPlan],
     has_segments: bool,
     is_in_loop: bool,
+    keeps_half: bool,
 ) -> Arranged:
     """Find the segments of a jaxpr, and which of their results are stored in half.
 
     `in_half` returns the plan of an equation that runs in half as it is. Without
-    segments, the arithmetic is the same, and the backward pass keeps what JAX does.
+    segments, the arithmetic is the same, and the backward pass keeps what JAX does. In
+    a loop, it `keeps_half` of what is float32, as what the loop carries.
     """
-    search = _Search(jaxpr, plans, held, uses, structure, has_segments, is_in_loop)
-    return search.run(in_half)
+    options = has_segments, is_in_loop, keeps_half
+    return _Search(jaxpr, plans, held, uses, structure, *options).run(in_half)
 
 
 def is_reduction(eqn: Eqn) -> bool:
@@ -160,11 +162,13 @@ def _chooses(eqn: Eqn) -> bool:
     )
 
 
-def _is_polynomial(eqn: Eqn) -> bool:
+_POLYNOMIAL = Fact.ARITHMETIC | Fact.EXACT | Fact.MOVES | Fact.JOINS | Fact.COMPARES
+
+
+def _is_polynomial(eqn: Eqn, others: int = 0) -> bool:
     """Return whether arithmetic is no activation: sums, products, moves."""
-    polynomial = Fact.ARITHMETIC | Fact.EXACT | Fact.MOVES | Fact.JOINS | Fact.COMPARES
     known = (facts(e.primitive.name) for e in core.inner_eqns(eqn))
-    return all(not of & Fact.ELEMENTWISE or of & polynomial for of in known)
+    return all(not of & Fact.ELEMENTWISE or of & (_POLYNOMIAL | others) for of in known)
 
 
 def _compares(eqns: Sequence[Eqn], differentiated: Set[Var]) -> bool:
@@ -201,10 +205,21 @@ def _without_gradients(eqns: Sequence[Eqn]) -> set[Var]:
 
 
 class _Search:
-    def __init__(self, jaxpr, plans, held, uses, structure, has_segments, is_in_loop):
+    def __init__(
+        self,
+        jaxpr,
+        plans,
+        held,
+        uses,
+        structure,
+        has_segments,
+        is_in_loop,
+        keeps_half,
+    ):
         self.jaxpr, self.eqns, self.plans = jaxpr, jaxpr.eqns, list(plans)
         self.held, self.uses, self.structure = held, uses, structure
         self.has_segments, self.is_in_loop = has_segments, is_in_loop
+        self.keeps_half = is_in_loop and keeps_half
         self.made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.readers: dict[Var, list[int]] = defaultdict(list)
         # What nothing reads does not run.
@@ -320,10 +335,12 @@ class _Search:
                 continue
             (out,) = eqn.outvars
             beside = {r for r in self.readers[out] if self._is_beside(out, r)}
-            if out in self.cut or not beside <= {*found}:
-                continue
             arrays = [v for v in variables(eqn.invars) if core.is_f32(v)]
-            is_half = self.held[out] == HALF and self._is_stored_in_half(out)
+            is_stored = not any(self._is_beside(v, i) for v in arrays)
+            if out in self.cut or not (is_stored or beside <= {*found}):
+                continue
+            is_half = is_stored or self._is_stored_in_half(out)
+            is_half = is_half and self.held[out] == HALF
             if is_half and all(self.held[v] in (HALF, INPUT) for v in arrays):
                 found.append(i)
         return found
@@ -568,8 +585,14 @@ class _Search:
 
         Their gradients are read twice: to be summed, for statistics and biases, and
         after that. To compute them twice costs more than to store them, so XLA does.
-        That of a logarithm or a divisor may be out of range.
+        That of a root, a logarithm or a divisor may be out of range.
         """
+        steep: set[Var] = set()
+        for i in reversed(group):
+            eqn = self.eqns[i]
+            adds = _adds(eqn) and not steep.isdisjoint(eqn.outvars)
+            if adds or not _is_polynomial(eqn, Fact.SATURATES):
+                steep.update(variables(eqn.invars))
         summed: dict[Var, Var] = {}  # the result whose gradient is, of what made of it
         found: dict[Var, None] = {}
         largest = max(core.size(self.eqns[i].outvars[0]) for i in group)
@@ -583,7 +606,9 @@ class _Search:
                     (v, None)
                     for v in made_of
                     if core.size(v) * 2 >= largest
-                    if core.is_f32(v) and not self.uses[v] & Use.DIGITS
+                    if core.is_f32(v)
+                    and not self.uses[v] & Use.DIGITS
+                    and v not in steep
                 )
             is_first = (
                 is_reduction(eqn)
@@ -630,7 +655,7 @@ class _Search:
             half_out=tuple(v in half for v in writes),
             compares=_compares([self.eqns[i] for i in group], self.differentiated),
             kept=tuple(
-                self.is_in_loop
+                self.keeps_half
                 and v in self.computed
                 and v not in half
                 # A loop keeps each of them as often as it runs.
@@ -739,7 +764,10 @@ class _Search:
         def order(step: int | Segment | Part) -> tuple[int, int, int]:
             last = step.eqns[-1] if isinstance(step, Segment) else step
             last = last.product if isinstance(last, Part) else last
-            is_after = 2 if last in self.choices else int(self.is_inside[last])
+            is_after = int(self.is_inside[last])
+            if last in self.choices:  # of what a segment makes, or of what it reads
+                operands = variables(self.eqns[last].invars)
+                is_after = 2 * any(map(self._is_made_inside, operands))
             return self.level[last], is_after, last
 
         steps.sort(key=order)

@@ -278,7 +278,8 @@ def bound(x: Any, dtype: Any) -> Any:
     lowest half number: a sum with it stays finite. What is too large stays so, and
     becomes inf in half: it is no mask. The derivative is that of `x`.
     """
-    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):  # a number of the program
+    is_array = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+    if not is_array and np.ndim(x) == 0:  # a number of the program
         lowest = np.asarray(jnp.finfo(dtype).min, np.float32)
         return lowest / 2 if -np.inf < x < lowest else x
     return differentiate_as(_bounded(x, dtype=dtype), x)
