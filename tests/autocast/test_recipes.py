@@ -16,8 +16,8 @@ PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 PROGRAM = """
 import jax, jax.numpy as jnp, jmp_lite
 x = jnp.ones((8, 8))
-def show(primitive, fun, rules=None):
-    fun = jmp_lite.explain(fun, "mixed_bfloat16", rules=rules)
+def show(primitive, fun, half="bfloat16", rules=None):
+    fun = jmp_lite.explain(fun, f"mixed_{half}", rules=rules)
     (row,) = [row for row in fun(x).rows if row.primitive == primitive]
     print(row.op_class, row.after)
 show("atan", lambda x: jnp.sin(jax.lax.atan(x @ x) @ x))
