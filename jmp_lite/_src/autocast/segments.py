@@ -207,12 +207,14 @@ class _Search:
         is_between = self.is_inside[maker] and self.is_inside[reader]
         return int(self.is_inside[maker] and (not is_between or var in self.cut))
 
-    def _choices_of_stored(self) -> list[int]:
-        """Return choices, as a ReLU, whose results are stored in half.
+    def _choices_of_stored(self) -> dict[int, bool]:
+        """Return choices, as a ReLU, that run in half, and whether they wait.
 
-        To round before is the same, and then they, and their derivatives, run in half.
+        That is for a segment of their level, if their results are stored in half: to
+        round before is the same. Others choose what is stored. Then their derivatives
+        run in half, too.
         """
-        found: list[int] = []
+        found: dict[int, bool] = {}
         for i in reversed(range(len(self.eqns))):
             eqn = self.eqns[i]
             if not self.is_inside[i] or not is_exact(eqn) or len(eqn.outvars) != 1:
@@ -220,14 +222,21 @@ class _Search:
             (out,) = eqn.outvars
             beside = {r for r in self.readers[out] if self._is_beside(out, r)}
             arrays = [v for v in variables(eqn.invars) if core.is_f32(v)]
-            is_stored = not any(self._is_beside(v, i) for v in arrays)
-            if out in self.cut or not (is_stored or beside <= {*found}):
+            waits = self._waits(i)
+            if out in self.cut or (waits and not beside <= {*found}):
                 continue
-            is_half = is_stored or self._is_stored_in_half(out)
+            is_half = not waits or self._is_stored_in_half(out)
             is_half = is_half and self.held[out] == HALF
             if is_half and all(self.held[v] in (HALF, INPUT) for v in arrays):
-                found.append(i)
+                found[i] = waits
         return found
+
+    def _waits(self, i: int) -> bool:
+        """Return whether a segment of the same level makes what an equation reads."""
+        return any(
+            self._is_made_inside(v) and self.level[self.made_by[v]] == self.level[i]
+            for v in variables(self.eqns[i].invars)
+        )
 
     def _outside(self, var: Var) -> list[int]:
         """Return what reads a value of a segment from outside of it."""
@@ -590,8 +599,7 @@ class _Search:
             last = last.product if isinstance(last, Part) else last
             is_after = int(self.is_inside[last])
             if last in self.choices:  # of what a segment makes, or of what it reads
-                operands = variables(self.eqns[last].invars)
-                is_after = 2 * any(map(self._is_made_inside, operands))
+                is_after = 2 * self.choices[last]
             return self.level[last], is_after, last
 
         steps.sort(key=order)
