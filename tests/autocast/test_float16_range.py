@@ -92,7 +92,7 @@ def _in_a_loop(model, w, v, gain):
 def autocast(fun: Any, policy: str, **options: Any) -> Any:
     """Return a function under autocast, in float16 in the safe form."""
     if policy == "mixed_float16":
-        options["half_results"] = False
+        options.setdefault("half_results", False)
     return jmp_lite.autocast(fun, policy, **options)
 
 
@@ -111,8 +111,9 @@ def _held(fun: Any, *args: Any, policy="mixed_float16", **options: Any) -> list[
 def test_a_loop_keeps_two_bytes_of_what_it_carries(model, policy):
     """XLA does not see through the residuals of a loop."""
     loss = functools.partial(_in_a_loop, model)
+    options = {"policy": policy, "half_results": True}
     found, before = (
-        _held(loss, W, V, GAIN, policy=policy, recompute=on) for on in (True, False)
+        _held(loss, W, V, GAIN, recompute=on, **options) for on in (True, False)
     )
     assert before.count("float32") > 2
     assert found.count("float32") == 1  # WEIGHTS
