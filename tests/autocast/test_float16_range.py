@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jaxprs
 import numpy as np
 import pytest
-from arrays import error, largest_error
+from arrays import error, in_float64, largest_error
 from backward_pass import (
     check_recomputed,
     gelu,
@@ -513,3 +513,26 @@ def test_a_carry_that_is_kept_in_half_is_as_good_as_one_in_half_by_hand(far):
         return loss
 
     check(make, "bfloat16", jnp.ones(N), most=1.0)
+
+
+@IN_HALVES
+@pytest.mark.parametrize("offset", [0.0, 100.0, 1e4])
+def test_a_loop_whose_carry_is_far_from_zero_keeps_its_distance_from_it(policy, offset):
+    """As by hand with a float32 carry, of which the backward pass keeps half."""
+    weights = np.stack([W, W[::-1], W.T]).astype(np.float32)
+
+    def loss(weights, dtype=None):
+        def step(h, w):
+            g = h - jnp.mean(h, -1, keepdims=True)
+            g = g * lax.rsqrt(jnp.mean(g * g, -1, keepdims=True) + 1e-6)
+            y = g.astype(dtype) @ w.astype(dtype) if dtype else g @ w
+            return h + jnp.tanh(y.astype(h.dtype)), None
+
+        h = lax.scan(step, jnp.asarray(X, weights.dtype) + offset, weights)[0]
+        return jnp.mean((h - offset) ** 2)
+
+    half = policy.removeprefix("mixed_")
+    exact = in_float64(jax.grad(loss), weights)
+    found = jax.jit(jax.grad(autocast(loss, policy)))(weights)
+    by_hand = jax.grad(functools.partial(loss, dtype=half))(weights)
+    assert error(found, exact) < 1.5 * error(by_hand, exact)

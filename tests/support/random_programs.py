@@ -372,7 +372,7 @@ def _sum_in_scan(c, h, op):
     def step(total, row):
         return total + c.run(op.body, h + row, row=row), None
 
-    rows = jnp.stack([c.args["bias"], -c.args["bias"]])
+    rows = jnp.stack([c.args["bias"], -c.args["bias"] / 2])
     return lax.scan(step, jnp.zeros_like(h), rows)[0]
 
 

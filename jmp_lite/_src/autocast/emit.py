@@ -288,7 +288,7 @@ class Emitter:
             results = self.run_eqn(eqn, of_eqn, values)
             if of_eqn.rule.is_arithmetic:
                 results = [
-                    sums.rounded_backward(x, self.half_dtype)
+                    binding.call(eqn, sums.rounded_backward, x, self.half_dtype)
                     if v in plan.rounded
                     else x
                     for v, x in zip(eqn.outvars, results, strict=True)
@@ -371,10 +371,17 @@ class Emitter:
             expressions = run_again(kept, totals)
             return list(map(sums.differentiate_as, outs, expressions))
 
-    def _kept(self, x: jax.Array) -> jax.Array:
-        """Return what a loop keeps of a float32 array, in its place."""
-        half = _cast(sums.without_derivative(x), self.half_dtype)
-        return sums.differentiate_as(half, x)
+    def _kept(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return what a loop keeps of a float32 array: in half, and a number per row.
+
+        That is the mean of a row that is far from zero, or 0: rounded as it is, such a
+        row, less its mean, would be rounding error.
+        """
+        value = sums.without_derivative(x)
+        mean = jnp.mean(value, -1, keepdims=True)
+        is_far = jnp.abs(mean) > 8 * jnp.std(value, -1, keepdims=True)
+        far = jnp.where(is_far & lax.is_finite(mean), mean, 0)
+        return sums.differentiate_as(_cast(value - far, self.half_dtype), x), far
 
     def _compute(
         self, segment: Segment, plan: Plan, values: Values
@@ -519,6 +526,13 @@ def _structure(
     return structure(jaxpr, place), half, bounded, half_dtype
 
 
+def _read(var: Var, x: Any) -> Any:
+    """Return what a segment reads, in float32 if it is; of a pair, the sum."""
+    if isinstance(x, tuple):
+        return sums.read_stored(x[0]) + x[1]
+    return sums.read_stored(x) if core.is_f32(var) and x.dtype != F32 else x
+
+
 def _compute(
     segment: Segment,
     eqns: Sequence[Eqn],
@@ -533,10 +547,7 @@ def _compute(
     Totals, the results of sums, that are known are differentiated, and not computed
     again.
     """
-    known = {
-        v: sums.read_stored(x) if core.is_f32(v) and x.dtype != F32 else x
-        for v, x in zip(segment.reads, operands, strict=True)
-    }
+    known = {v: _read(v, x) for v, x in zip(segment.reads, operands, strict=True)}
     given, found, made_by = iter(totals or ()), [], {}
     for eqn, of_eqn in zip(eqns, bounded, strict=True):
         read = [v.val if compat.is_literal(v) else known[v] for v in eqn.invars]

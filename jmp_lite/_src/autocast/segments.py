@@ -312,7 +312,7 @@ class _Search:
             terms.update(dict.fromkeys(eqn.outvars, of_eqn))
             (out, *_) = eqn.outvars
             readers = [self.eqns[r] for r in self.readers[out]]
-            is_of_norm = self._has_statistics(out)
+            is_of_norm = self._adds_row(eqn) and self._has_statistics(out)
             if not of_eqn or len(of_eqn) < 2 - is_of_norm or self.held[out] != HALF:
                 continue
             if not (adds(eqn) or is_exact(eqn)):
@@ -324,6 +324,13 @@ class _Search:
                 found.add(out)
                 terms[out] = frozenset([out])
         return found
+
+    def _adds_row(self, eqn: Eqn) -> bool:
+        """Return whether it adds a smaller array that products have computed."""
+        size = core.size(eqn.outvars[0])
+        rows = (v for v in variables(eqn.invars) if v in self.structure.spread)
+        smaller = (v for v in variables(eqn.invars) if core.size(v) < size)
+        return any(v in self.computed for v in (*rows, *smaller))
 
     def _has_statistics(self, var: Var) -> bool:
         """Return whether the sum of a value along its rows is taken beside others."""

@@ -161,7 +161,7 @@ _TABLE: dict[tuple[str, str], tuple[tuple[int, str], ...]] = {
     ("promote", "tf clear, torch promote"): (
         (_OF_SEVERAL | Fact.EXACT | Fact.LIMITS, "max min clamp"),
         (_EACH | Fact.ARITHMETIC | Fact.EXACT, "abs"),
-        (_EACH | Fact.EXACT, "sign reduce_precision"),
+        (_EACH | Fact.EXACT, "sign"),
     ),
     ("promote", "the derivative of tanh, from jax 0.12 on"): (
         (_EACH, "one_minus_square"),
