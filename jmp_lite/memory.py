@@ -3,7 +3,7 @@
 import typing as _typing
 
 from jmp_lite._src import extras as _extras
-from jmp_lite._src.autocast.segments import save_products
+from jmp_lite._src.autocast.saving import save_products
 from jmp_lite._src.memory.compare import Comparison, compare
 from jmp_lite._src.memory.devices import DEVICES, Device, mesh
 from jmp_lite._src.memory.saved import SavedArray, SavedReport, saved

@@ -131,7 +131,7 @@ _OF_TPUS: Limits = {
     _SCALED: {"traffic": 1.04, "kernels": Limit(1.0, per_leaf=1, plus=(1, 0))},
 }
 _OF_GPUS: Limits = {
-    # A cluster that is computed again is a kernel more.
+    # A segment that is computed again is a kernel more.
     **_of_casts(1.25),
     **_of_families(),
     # As lean as casts by hand. The bytes of gradients, which are float32 sums here,

@@ -1,19 +1,36 @@
-"""The worked example at the top of the analysis is what it finds, in linear time."""
+"""What is stored in half: worked examples, readers that need digits, linear time."""
+
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jmp_lite._src.autocast.precision import Precision
+from jax import lax
 
 from jmp_lite import get_policy
-from jmp_lite._src.autocast import rules
-from jmp_lite._src.autocast.analysis import Analyzer, CastPlan
+from jmp_lite._src.autocast.analysis import Analyzer
 from jmp_lite._src.autocast.options import Regions
+from jmp_lite._src.autocast.storage import FLOAT32, HALF, INPUT, Plan, Segment
 from jmp_lite.ops import OpRules
 
 W, B, X = jnp.ones((8, 8)), jnp.ones(8), jnp.ones((4, 8))
-# The results of the equations of `f` that are half.
-HALF = dict.fromkeys(("bfloat16", "float16"), ["dot_general", "add", "tanh"])
+HALVES = ("bfloat16", "float16")
+
+
+def plan(fun, *args, half="bfloat16", **options) -> Plan:
+    table = OpRules.default(half).replace(**options)
+    analyzer = Analyzer(table, Regions(get_policy(f"mixed_{half}")), jnp.dtype(half))
+    return analyzer.plan_closed(jax.make_jaxpr(fun)(*args))
+
+
+def in_half(found: Plan) -> list[str]:
+    """Return the primitives whose results are stored in half, in order."""
+    pairs = zip(found.jaxpr.eqns, found.eqn_plans, strict=True)
+    return [eqn.primitive.name for eqn, of_eqn in pairs if any(of_eqn.half_out)]
+
+
+def segments_of(found: Plan) -> list[Segment]:
+    return [step for step in found.steps if isinstance(step, Segment)]
 
 
 def f(w, b, x):
@@ -22,33 +39,104 @@ def f(w, b, x):
     return jnp.exp(h).sum(), h @ w
 
 
-def plan(fun, *args, half="bfloat16", **options) -> CastPlan:
-    regions = Regions(get_policy(f"mixed_{half}"))
-    table = OpRules.default(half).replace(**options)
-    analyzer = Analyzer(table, regions, jnp.dtype(half))
-    return analyzer.plan_closed(jax.make_jaxpr(fun)(*args))
-
-
-@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize("half", HALVES)
 def test_the_example_of_the_analysis(half):
     found = plan(f, W, B, X, half=half)
-    equations = list(zip(found.jaxpr.eqns, found.eqn_plans, strict=True))
-    names = [eqn.primitive.name for eqn, _ in equations]
-    assert names[-3:] == ["exp", "reduce_sum", "dot_general"]
-    in_half = [eqn.primitive.name for eqn, of_eqn in equations if any(of_eqn.half_out)]
-    assert in_half == HALF[half]
-    assert found.outs == (Precision.FLOAT32, Precision.FLOAT32)
+    assert in_half(found) == ["dot_general", "tanh"]
+    assert (found.ins, found.outs) == ((INPUT,) * 3, (FLOAT32,) * 2)
     # Both products read half operands, whatever their results are.
-    products = [of_eqn for eqn, of_eqn in equations if "dot" in eqn.primitive.name]
-    assert [of_eqn.half_in for of_eqn in products] == [(True, True)] * 2
+    of_products = [of for of in found.eqn_plans if of.rule.is_product]
+    assert [of.half_in for of in of_products] == [(True, True)] * 2
+    # `exp` reads `h` before it is rounded.
+    (exp,) = (
+        of
+        for eqn, of in zip(found.jaxpr.eqns, found.eqn_plans, strict=True)
+        if eqn.primitive.name == "exp"
+    )
+    assert exp.half_in == (False,)
+    (segment,) = segments_of(found)
+    assert sorted(segment.half_in) == [False, True]  # the bias, the product
+    assert sorted(segment.half_out) == [False, True]  # `s`, `h`
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_the_example_of_segments(half):
+    def norm(x):
+        return jnp.tanh(x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6))
+
+    def block(w, x):
+        x1 = x @ w
+        x2 = x1 + norm(x1) @ w
+        return norm(x2) @ w
+
+    found = plan(block, W, X, half=half)
+    # x1, y, p, x2 and z: each once. The last product is only returned.
+    kept = ["dot_general", "tanh", "dot_general", "add", "tanh"]
+    assert in_half(found) == kept
+    first, last = segments_of(found)
+    made_by = {v: eqn.primitive.name for eqn in found.jaxpr.eqns for v in eqn.outvars}
+    assert [[made_by[v] for v in of.reads] for of in (first, last)] == [
+        ["dot_general"],
+        ["add"],
+    ]
+    for segment in first, last:
+        assert all(segment.half_in) and segment.half_out == (True,)
+
+
+# Functions of a product's result, and whether they need its digits.
+DIGITS = {
+    "cholesky": lambda h: jnp.linalg.cholesky(h.T @ h + jnp.eye(8)),
+    "sort": lambda h: jnp.sort(h),
+    "top_k": lambda h: lax.top_k(h, 2)[0],
+    "argmax": lambda h: jnp.argmax(h, -1),
+    "integer": lambda h: h.astype(jnp.int32),
+    "fraction": lambda h: jnp.floor(h),
+    "angle": lambda h: jnp.sin(h),
+    "angle behind a sum": lambda h: jnp.cos(2 * h + 1),
+    "logarithm": lambda h: jnp.log(h),
+    "rest": lambda h: jnp.log(1 - h),
+    "difference": lambda h: (h - h[:1] * jnp.ones((4, 8))).sum(),
+    "difference in a call": lambda h: jax.jit(lambda a, b: a - b)(h, h * h),
+    "product along an axis": lambda h: jnp.cumprod(h, 0),
+    "counts": lambda h: h > 3,
+    "branch": lambda h: lax.cond(h.sum() > 0, jnp.log, jnp.exp, h),
+}
+NO_DIGITS = {
+    "activation": lambda h: jax.nn.gelu(h) @ W,
+    "bias": lambda h: jnp.tanh(h + 1.0) @ W,
+    "layer norm": lambda h: (h - h.mean(-1, keepdims=True)) @ W,
+    "softmax": lambda h: jax.nn.softmax(h) @ W,
+    "relu": lambda h: jax.nn.relu(h) @ W,
+    "clip": lambda h: jnp.clip(h, -1, 1) @ W,
+    "squares": lambda h: jnp.mean(h**2),
+}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", DIGITS | NO_DIGITS)
+def test_readers_ask_for_digits(name, half):
+    fun = (DIGITS | NO_DIGITS)[name]
+    found = plan(lambda w, x: fun(jnp.tanh(x) @ w), W, X, half=half)
+    (first, *_) = (of for of in found.eqn_plans if of.rule.is_product)
+    # Of a product of products, the last has the digits: the operands are half.
+    asks = name in DIGITS and name != "cholesky"
+    assert first.half_out == (not asks,)
+    if name == "cholesky":
+        assert [of.half_out for of in found.eqn_plans if of.rule.is_product][1:] == [
+            (False,)
+        ]
+
+
+def test_equal_bodies_have_one_plan():
+    layer = jax.jit(lambda x: jnp.tanh(x @ W))
+    found = plan(lambda x: layer(layer(layer(x))) @ W, X)
+    first, second, third = (of.bodies[0] for of in found.eqn_plans if of.bodies)
+    assert first.ins == (HALF,)  # cast before, since products alone read it
+    assert first is second is third
 
 
 def chained(length, last=jnp.exp):
-    """Return a function of pairs of products, each of which decides on the next pair.
-
-    If `exp` reads the `last` product, it is float32. So the arithmetic of the last pair
-    is, reads the other product of the pair in float32, which decides on its pair.
-    """
+    """Return a function of pairs of products, each of which is read by the next."""
 
     def fun(w, x):
         pairs = [(x + float(i)) @ w for i in range(length)]
@@ -58,34 +146,34 @@ def chained(length, last=jnp.exp):
     return fun
 
 
-@pytest.fixture
-def visited(monkeypatch):
-    """Return the equations that the analysis has decided on, each time that it did."""
-    found, decide = [], rules.decide
+def blocks(length):
+    def fun(w, x):
+        for _ in range(length):
+            x = x + jax.nn.gelu(x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) @ w)
+        return x
 
-    def counted(info, *args):
-        found.append(info.eqn)
-        return decide(info, *args)
-
-    monkeypatch.setattr(rules, "decide", counted)
-    return found
+    return fun
 
 
-@pytest.mark.parametrize("half_results", [False, True])
-@pytest.mark.parametrize("half", HALF)
-def test_the_analysis_is_linear_in_the_program(visited, half, half_results):
-    counts = []
-    for length in (10, 40):
-        visited.clear()
-        found = plan(chained(length), W, X, half=half, half_results=half_results)
-        counts.append(len(visited))
-        assert len(visited) <= 4 * len(found.jaxpr.eqns)
-    assert counts[1] <= 6 * counts[0]
+@pytest.mark.parametrize("make", [chained, blocks])
+def test_the_analysis_is_linear_in_the_program(make):
+    def calls_of(length):
+        closed = jax.make_jaxpr(make(length))(W, X)
+        regions = Regions(get_policy("mixed_bfloat16"))
+        table, dtype = OpRules.default("bfloat16"), jnp.dtype("bfloat16")
+        analyzer, count = Analyzer(table, regions, dtype), 0
 
+        def note(frame, event, arg):
+            nonlocal count
+            count += event == "call"
 
-@pytest.mark.parametrize("last", [jnp.exp, lambda x: x @ W])
-def test_a_decision_passes_along_the_whole_chain(last):
-    found = plan(chained(10, last), W, X, half="float16", half_results=False)
-    eqns = zip(found.jaxpr.eqns, found.eqn_plans, strict=True)
-    of_pairs = [p.half_out for eqn, p in eqns if eqn.primitive.name == "mul"]
-    assert of_pairs == [(last is not jnp.exp,)] * 9
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            analyzer.plan_closed(closed)
+        finally:
+            sys.setprofile(before)
+        return count
+
+    calls_of(2)  # what is cached for each primitive
+    assert calls_of(80) < 5 * calls_of(20)

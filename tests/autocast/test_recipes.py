@@ -20,14 +20,13 @@ def show(primitive, fun, half="bfloat16", rules=None):
     fun = jmp_lite.explain(fun, f"mixed_{half}", rules=rules)
     (row,) = [row for row in fun(x).rows if row.primitive == primitive]
     print(row.op_class, row.after)
-show("atan", lambda x: jax.lax.atan(x @ x) @ x)
-show("atan", lambda x: jax.lax.atan(x @ x))
-rules = {"exp": "stored"}
+show("atan", lambda x: jnp.sin(jax.lax.atan(x @ x) @ x))
+show("dot_general", lambda x: jax.lax.erf_inv(x @ x))
+rules = {"cumsum": "rounded"}
 for half in ("bfloat16", "float16"):
-    show("exp", lambda x: (jnp.exp(x @ x) * 2) @ x, half, rules)
-    show("mul", lambda x: (jnp.exp(x @ x) * 2) @ x, half, rules)
-    show("mul", lambda x: (jnp.exp(x @ x) * 2) @ x, half)
-    show("exp", lambda x: jnp.exp(x @ x) * 2, half, rules)
+    show("cumsum", lambda x: jnp.tanh(jnp.cumsum(x @ x, 0)) @ x, half, rules)
+    show("tanh", lambda x: jnp.tanh(jnp.cumsum(x @ x, 0)) @ x, half, rules)
+    show("cumsum", lambda x: jnp.log(jnp.cumsum(x @ x, 0)), half, rules)
 """
 
 
@@ -60,25 +59,28 @@ def run(folder: Path) -> list[str]:
 def test_the_recipes_do_what_they_say(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "jmp_lite", ignore=ignored)
-    for heading in ("Teach autocast a primitive", "Teach autocast a class"):
+    kinds = "primitive", "reader that needs digits", "class"
+    for heading in (f"Teach autocast a {kind}" for kind in kinds):
         changes = diffs(heading)
         assert changes, heading
         for file, old, new in changes:
             text = (tmp_path / file).read_text(encoding="utf-8")
             assert text.count(old) == 1, f"{file} does not have once: {old}"
             (tmp_path / file).write_text(text.replace(old, new), encoding="utf-8")
-    of_exp = [
+    of_class = [
         line
         for half in ("bf16", "f16")
         for line in (
-            f"stored f32 -> {half}",
-            f"promote {half} {half} -> {half}",
-            "promote f32 f32 -> f32",
-            "stored f32 -> f32",
+            f"rounded f32 -> {half}",
+            f"promote {half} -> {half}",
+            "rounded f32 -> f32",  # a logarithm needs its digits
         )
     ]
-    assert run(tmp_path) == ["promote bf16 -> bf16", "promote f32 -> f32", *of_exp]
-    assert run(PACKAGE.parent) == ["unchanged f32 -> f32"] * 2 + [
-        "ValueError: Expected the class of 'exp' to be one of ('half', 'float32', "
-        "'promote', 'passthrough', 'unchanged'), got 'stored'."
+    of_digits = "half bf16 bf16 -> f32"
+    assert run(tmp_path) == ["promote bf16 -> bf16", of_digits, *of_class]
+    assert run(PACKAGE.parent) == [
+        "unchanged f32 -> f32",
+        "half bf16 bf16 -> bf16",
+        "ValueError: Expected the class of 'cumsum' to be one of ('half', 'float32', "
+        "'promote', 'passthrough', 'unchanged'), got 'rounded'.",
     ]

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast import half_calls, products, rules, segments
+from jmp_lite._src.autocast import arithmetic, half_calls, products, rules, segments
 from jmp_lite._src.autocast.digits import Structure, Use, structure
 from jmp_lite._src.autocast.options import OpRules, Regions
 from jmp_lite._src.autocast.rules import Body, Op
@@ -156,7 +156,7 @@ class Analyzer:
             op_class = self.table.class_of(eqn.primitive.name)
             is_listed = op_class in ("float32", "promote", "passthrough")
             is_listed = is_listed or eqn.primitive.name == CAST
-            return is_listed and segments.is_arithmetic(eqn)
+            return is_listed and arithmetic.is_arithmetic(eqn)
         return all(self._is_arithmetic_body(body) for body in compat.jaxprs_of(eqn))
 
     def _is_arithmetic_body(self, jaxpr: Jaxpr) -> bool:
@@ -308,6 +308,7 @@ class Analyzer:
             and has_gradients
             and place.around is not Around.RECOMPUTATION,
             is_in_loop=place.around is Around.LOOP,
+            keeps_half=self.table.half_results,  # else it may be out of range
         )
         outs = [
             HALF

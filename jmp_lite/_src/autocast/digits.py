@@ -158,7 +158,7 @@ def asked(eqn: Eqn, use: int, of: Structure, is_forward: bool) -> list[int]:
     if name == CAST and core.is_bool(eqn.invars[0]):
         return [ALL]
     if known & Fact.COMPARES:
-        return _of_comparison(eqn, passed, of)
+        return _of_comparison(eqn, use, of)
     if all(map(core.is_bool, eqn.outvars)):  # whether numbers are finite, say
         return [passed * core.is_bool(v) for v in eqn.invars]
     if has(name, Fact.JOINS | Fact.CHOOSES):
@@ -239,13 +239,13 @@ def _of_terms(eqn: Eqn, use: int, of: Structure) -> list[int]:
     return [0, 0] if spread.count(True) == 1 else [TERMS, TERMS]
 
 
-def _of_comparison(eqn: Eqn, passed: int, of: Structure) -> list[int]:
+def _of_comparison(eqn: Eqn, use: int, of: Structure) -> list[int]:
     """Return which digits a comparison asks for: if more than a choice of its operands.
 
     Equality with a largest number of the same array is a choice of that.
     """
     origins = {of.origins.get(v, 0) for v in variables(eqn.invars)}
-    asks = passed & ALL and (
+    asks = use & (ALL | Use.RETURNED) and (
         len(origins) > 1 or len(eqn.invars) == 1 or _has_literal(eqn)
     )
     return [ALL if asks else 0] * len(eqn.invars)

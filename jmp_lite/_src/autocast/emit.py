@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jmp_lite._src import compat, dtypes
-from jmp_lite._src.autocast import half_calls, segments, sums
+from jmp_lite._src.autocast import arithmetic, half_calls, saving, sums
 from jmp_lite._src.autocast.digits import Use
 from jmp_lite._src.autocast.storage import (
     HALF,
@@ -293,8 +293,7 @@ class Emitter:
                     else x
                     for v, x in zip(eqn.outvars, results, strict=True)
                 ]
-            # What it stores is cast where it is made.
-            binding.call(eqn, values.write_results, eqn, of_eqn, results)
+            values.write_results(eqn, of_eqn, results)
         return values.read(plan.jaxpr.outvars, half_out)
 
     def _run_part(self, part: Part, plan: Plan, values: Values) -> Sequence[jax.Array]:
@@ -313,7 +312,7 @@ class Emitter:
         is_in_loop = plan.place.around is Around.LOOP
         closed = jax.make_jaxpr(compute)(operands)
         return compat.checkpoint(
-            closed, operands, prevent_cse=not is_in_loop, policy=segments.saves_casts
+            closed, operands, prevent_cse=not is_in_loop, policy=saving.saves_casts
         )
 
     def _run_before(self, part: Part, plan: Plan, values: Values) -> None:
@@ -343,7 +342,7 @@ class Emitter:
         operands = values.read(segment.reads, segment.half_in)
         around, eqns = name_scopes.split([plan.jaxpr.eqns[i] for i in segment.eqns])
         is_in_loop = plan.place.around is Around.LOOP
-        policy = segments.saves_sums if segment.compares else segments.saves_totals
+        policy = saving.saves_sums if segment.compares else saving.saves_totals
         args = segment, eqns, *_of_eqns(segment, eqns, plan), self.half_dtype
         key = _structure(*args), is_in_loop, tuple(map(jax.typeof, operands))
 
@@ -543,7 +542,7 @@ def _compute(
         read = [v.val if compat.is_literal(v) else known[v] for v in eqn.invars]
         read = sums.bounded(read, of_eqn, half_dtype)
         results = binding.bind(eqn, read)
-        if segments.is_reduction(eqn):
+        if arithmetic.is_reduction(eqn):
             if totals is not None:
                 results = [sums.differentiate_as(next(given), *results)]
             found += results

@@ -17,6 +17,7 @@ from jmp_lite._src.autocast.rules import BOUNDARY, Fp8
 from jmp_lite._src.autocast.storage import NOT_OPENED, EqnPlan, Placed, walk
 from jmp_lite._src.jaxprs import control_flow, core, matmul_precision
 from jmp_lite._src.jaxprs.core import Eqn
+from jmp_lite._src.jaxprs.primitives import Fact, facts
 from jmp_lite._src.policy import Policy, PolicyMap
 
 P = ParamSpec("P")
@@ -68,9 +69,11 @@ class OpDecision:
 
     @property
     def is_half(self) -> bool:
-        """Whether its floating operands are in half or fp8, by autocast or before."""
-        operands, _, _ = self.after.partition("->")
-        floating = [name for name in operands.split() if name.startswith(("f", "bf"))]
+        """Whether what it reads is half or fp8, and what it returns if no product."""
+        operands, _, results = self.after.partition("->")
+        is_product = facts(self.primitive) & Fact.PRODUCT
+        names = (operands if is_product else operands + results).split()
+        floating = [name for name in names if name.startswith(("f", "bf"))]
         return bool(floating) and all(name.startswith(_LOW) for name in floating)
 
     @property
@@ -117,7 +120,7 @@ class AutocastReport(reports.Report):
     @property
     def kept(self) -> dict[str, int]:
         """How many operations stay in float32, by reason, most frequent first."""
-        return self._count(lambda row: not (row.is_half or row.is_lowered))
+        return self._count(lambda row: not row.is_half)
 
     @property
     def kernels(self) -> dict[str, int]:
@@ -231,7 +234,7 @@ def explain(
       >>> report.half_flops_share, report.kept
       (1.0, {'unsafe in half': 1})
       >>> [(row.layer, row.primitive, row.after) for row in report.rows]
-      [('head', 'dot_general', 'bf16 bf16 -> bf16'), ('head', 'exp', 'f32 -> f32')]
+      [('head', 'dot_general', 'bf16 bf16 -> bf16'), ('head', 'exp', 'bf16 -> f32')]
     """
     transform.check_function(fun, "explain", policy)
     check_name(policy, "explain")

@@ -45,8 +45,7 @@ class OpRules:
         the default table. A class is `"half"`, `"float32"`, `"promote"`,
         `"passthrough"` or `"unchanged"`.
       half_results: True: results of `"half"` primitives are half, as in torch. False:
-        only where every use of them leads to another `"half"` primitive through
-        nothing that is kept in float32, as in TensorFlow's pass; else they are float32.
+        only if `"half"` primitives alone read them; else they are float32.
       fp8_min_size: under a policy with `matmul_dtype="fp8"`, the least size of each
         dimension of a matrix product in fp8; sizes must also be multiples of 16.
       recompute: whether the backward pass computes norms and activations again from

@@ -40,7 +40,7 @@ def flops(eqn: Eqn) -> int:
     (lhs, rhs), out = (v.aval.shape for v in eqn.invars[:2]), eqn.outvars[0].aval.shape
     if eqn.primitive.name == "dot_general":
         summed = dimensions(eqn)[2:]
-    elif eqn.primitive.name == "conv_general_dilated":
+    elif is_convolution(eqn):
         out_features = eqn.params["dimension_numbers"].rhs_spec[0]
         summed = [d for i, d in enumerate(rhs) if i != out_features]
     else:
@@ -77,6 +77,11 @@ def dimensions(eqn: Eqn) -> list[int]:
 def is_outer(eqn: Eqn) -> bool:
     """Return whether an equation is an outer product: it has no sum."""
     return eqn.primitive.name == "dot_general" and dimensions(eqn)[2] == 1
+
+
+def is_convolution(eqn: Eqn) -> bool:
+    """Return whether a product is one that GPUs only have with a result in half."""
+    return eqn.primitive.name == "conv_general_dilated"
 
 
 def why_not_half(eqn: Eqn, is_filled_in: bool, compute_dtype: Any) -> str:
@@ -189,7 +194,7 @@ def run_in_order(
 # result, and round the gradient of a float32 operand.
 
 
-# The name of what a product has cast: see `saving.saves_casts`.
+# The name of what a product has cast: see `segments.saves_casts`.
 CAST_OPERAND = "cast operand"
 
 

@@ -142,7 +142,7 @@ class Product(Rule):
         self.order, self.why_not_fp8 = order, why_not_fp8
 
     @property
-    def decides(self):
+    def decides(self) -> Hashable:
         return self.order
 
     def reads(self, op, uses, body):
@@ -157,7 +157,7 @@ class Product(Rule):
         is_half = has_half_result(op, uses[0], body)
         reasons = [
             f"not in fp8: {self.why_not_fp8}" if self.why_not_fp8 else "",
-            "" if is_half else "f32 result from the accumulator",
+            "" if is_half else _why_f32_result(op.eqn),
         ]
         half_in = tuple(held != OTHER for held in ins)
         reason = "; ".join(filter(None, reasons))
@@ -168,6 +168,12 @@ class Product(Rule):
         operands = values.read(eqn.invars, plan.half_in)
         args = eqn, operands, values.half_dtype, plan.half_out[0]
         return [products.run_in_order(self.order, *args)]
+
+
+def _why_f32_result(eqn: Eqn) -> str:
+    if products.is_convolution(eqn):
+        return "f32 result: on GPUs, cuDNN computes it in f32"
+    return "f32 result from the accumulator"
 
 
 class Accumulated(Product):
@@ -198,7 +204,7 @@ class Fp8(Accumulated):
         self.dtypes = lhs_dtype, fp8.FORWARD  # of the two operands
 
     @property
-    def decides(self):
+    def decides(self) -> Hashable:
         return self.dtypes
 
     def run(self, eqn, plan, values):
@@ -225,7 +231,10 @@ class CastByHand(Rule):
 def has_half_result(op: Op, use: int, body: Body) -> bool:
     """Return whether the result of a product is stored in half, by what reads it."""
     by_scope = op.region.half_results
-    if by_scope is False or use & Use.DIGITS:
+    asked = Use.DIGITS
+    if products.is_convolution(op.eqn):  # which costs GPUs a product in float32
+        asked &= ~Use.TERMS
+    if by_scope is False or use & asked:
         return False
     if body.place.direction is Direction.RECOMPUTED:  # nothing may depend on the uses
         return by_scope is True

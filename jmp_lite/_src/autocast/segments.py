@@ -19,17 +19,24 @@ Connected arithmetic of one level is a segment, and a jaxpr runs level by level.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
-
-import jax.numpy as jnp
-import numpy as np
+from typing import NamedTuple
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast import products, rules, sums
+from jmp_lite._src.autocast import parts, rules, sums
+from jmp_lite._src.autocast.arithmetic import (
+    adds,
+    chooses,
+    compares,
+    is_exact,
+    is_polynomial,
+    is_reduction,
+    keeps_arrays,
+    moves_in_order,
+    without_gradients,
+)
 from jmp_lite._src.autocast.digits import Structure, Use
 from jmp_lite._src.autocast.storage import (
     HALF,
@@ -41,21 +48,13 @@ from jmp_lite._src.autocast.storage import (
     Segment,
 )
 from jmp_lite._src.jaxprs import core
-from jmp_lite._src.jaxprs.core import F32, Eqn, Jaxpr, Var, variables
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, variables
 from jmp_lite._src.jaxprs.primitives import (
-    CALLS,
-    CAST,
     Fact,
     degree,
-    degrees,
     facts,
     has,
 )
-
-# A product makes again what repeats an array so many times.
-_REPEATS = 2
-# The total of fewer terms is computed again.
-_FEW = 8
 
 
 class Arranged(NamedTuple):
@@ -77,134 +76,34 @@ def arrange(
     in_half: Callable[[int], EqnPlan],
     has_segments: bool,
     is_in_loop: bool,
+    keeps_half: bool,
 ) -> Arranged:
     """Find the segments of a jaxpr, and which of their results are stored in half.
 
     `in_half` returns the plan of an equation that runs in half as it is. Without
-    segments, the arithmetic is the same, and the backward pass keeps what JAX does.
+    segments, the arithmetic is the same, and the backward pass keeps what JAX does. In
+    a loop, it `keeps_half` of what is float32, as what the loop carries.
     """
-    search = _Search(jaxpr, plans, held, uses, structure, has_segments, is_in_loop)
-    return search.run(in_half)
-
-
-def is_reduction(eqn: Eqn) -> bool:
-    """Return whether an equation reduces an array over axes."""
-    return _reduces(eqn.primitive.name, eqn.params)
-
-
-def _reduces(name: str, params: Mapping[str, Any]) -> bool:
-    reduces = facts(name) & (Fact.SUMS | Fact.CHOOSES | Fact.ARITHMETIC)
-    return bool(reduces) and all(
-        isinstance(a, int | np.integer) for a in params.get("axes", "?")
-    )
-
-
-def is_arithmetic(eqn: Eqn) -> bool:
-    """Return whether an equation is float32 arithmetic, or moves numbers in order."""
-    dtypes = map(core.dtype_of, (*eqn.invars, *eqn.outvars))
-    if not all(map(_is_f32_or_exact, dtypes)):
-        return False
-    known = facts(eqn.primitive.name)
-    is_elementwise = known & Fact.ELEMENTWISE or eqn.primitive.name == CAST
-    return bool(is_elementwise) or is_reduction(eqn) or _moves_in_order(eqn)
-
-
-@functools.cache
-def _is_f32_or_exact(dtype: Any) -> bool:
-    return dtype in (F32, np.dtype(bool)) or jnp.issubdtype(dtype, jnp.integer)
-
-
-def _moves_in_order(eqn: Eqn) -> bool:
-    known = facts(eqn.primitive.name)
-    moves = Fact.REPEATS | Fact.PERMUTES | Fact.ELEMENTWISE
-    in_order = known & Fact.IN_ORDER and known & moves
-    return bool(in_order) or known == Fact.MOVES
-
-
-def keeps_arrays(eqn: Eqn) -> bool:
-    """Return whether the derivative of arithmetic keeps arrays of its own.
-
-    That of a sum keeps none, and that of a choice a mask.
-    """
-    return any(map(_keeps_arrays, core.inner_eqns(eqn)))
-
-
-def _keeps_arrays(eqn: Eqn) -> bool:
-    known = facts(eqn.primitive.name)
-    if not core.is_f32(eqn.outvars[0]) or is_reduction(eqn):
-        return False
-    if eqn.primitive.name == CAST:
-        return False
-    if known & (Fact.MOVES | Fact.JOINS | Fact.LINEAR | Fact.EXACT | Fact.LIMITS):
-        return False
-    floats = [v for v in variables(eqn.invars) if core.is_float(v)]
-    return len(floats) > 1 or degrees(eqn.primitive.name, eqn.params)[:1] != (1.0,)
-
-
-def _adds(eqn: Eqn) -> bool:
-    return bool(facts(eqn.primitive.name) & Fact.LINEAR)
-
-
-def _is_exact(eqn: Eqn) -> bool:
-    """Return whether to round the operand or the result is the same, as of a ReLU."""
-    exact = Fact.EXACT | Fact.JOINS
-    return all(facts(e.primitive.name) & exact for e in core.inner_eqns(eqn))
-
-
-def _chooses(eqn: Eqn) -> bool:
-    """Return whether arithmetic chooses numbers of arrays: by size, or by a mask."""
-    chooses = Fact.LIMITS | Fact.CHOOSES
-    return any(
-        facts(e.primitive.name) & chooses and not is_reduction(e)
-        for e in core.inner_eqns(eqn)
-    )
-
-
-def _is_polynomial(eqn: Eqn) -> bool:
-    """Return whether arithmetic is no activation: sums, products, moves."""
-    polynomial = Fact.ARITHMETIC | Fact.EXACT | Fact.MOVES | Fact.JOINS | Fact.COMPARES
-    known = (facts(e.primitive.name) for e in core.inner_eqns(eqn))
-    return all(not of & Fact.ELEMENTWISE or of & polynomial for of in known)
-
-
-def _compares(eqns: Sequence[Eqn], differentiated: Set[Var]) -> bool:
-    """Return whether numbers of equations must be equal to the last bit.
-
-    The gradient of a largest number goes to what equals it.
-    """
-    seen, queue = set(), [(eqns, differentiated)]
-    while queue:
-        eqns, differentiated = queue.pop()
-        for eqn in eqns:
-            for body in compat.jaxprs_of(eqn):
-                if id(body) not in seen:
-                    seen.add(id(body))
-                    queue.append((body.eqns, sums.find_differentiated(body)))
-            known = facts(eqn.primitive.name)
-            floats = [v for v in variables(eqn.invars) if core.is_float(v)]
-            if known & Fact.COMPARES and len(floats) == len(eqn.invars):
-                return True
-            is_chosen = known & Fact.CHOOSES and is_reduction(eqn)
-            if is_chosen and not differentiated.isdisjoint(eqn.outvars):
-                return True
-    return False
-
-
-def _without_gradients(eqns: Sequence[Eqn]) -> set[Var]:
-    """Return what is computed of nothing, or behind a `stop_gradient`."""
-    found: set[Var] = set()
-    for eqn in eqns:
-        is_stopped = eqn.primitive.name == "stop_gradient"
-        if is_stopped or found.issuperset(variables(eqn.invars)):
-            found.update(eqn.outvars)
-    return found
+    options = has_segments, is_in_loop, keeps_half
+    return _Search(jaxpr, plans, held, uses, structure, *options).run(in_half)
 
 
 class _Search:
-    def __init__(self, jaxpr, plans, held, uses, structure, has_segments, is_in_loop):
+    def __init__(
+        self,
+        jaxpr,
+        plans,
+        held,
+        uses,
+        structure,
+        has_segments,
+        is_in_loop,
+        keeps_half,
+    ):
         self.jaxpr, self.eqns, self.plans = jaxpr, jaxpr.eqns, list(plans)
         self.held, self.uses, self.structure = held, uses, structure
         self.has_segments, self.is_in_loop = has_segments, is_in_loop
+        self.keeps_half = is_in_loop and keeps_half
         self.made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.readers: dict[Var, list[int]] = defaultdict(list)
         # What nothing reads does not run.
@@ -212,7 +111,7 @@ class _Search:
             bool(eqn.effects) or any(uses.get(v, 0) for v in eqn.outvars)
             for eqn in self.eqns
         ]
-        self.constant = _without_gradients(self.eqns)
+        self.constant = without_gradients(self.eqns)
         self.differentiated = sums.find_differentiated(jaxpr)
         # What is computed from products, and not from parameters alone.
         self.computed = {v for v in jaxpr.invars if held[v] not in (INPUT, OTHER)}
@@ -289,7 +188,7 @@ class _Search:
         """Return whether an equation is arithmetic on what products have computed."""
         rule, eqn = self.plans[i].rule, self.eqns[i]
         if not rule.is_arithmetic:
-            moves = rule.moves and _moves_in_order(eqn)
+            moves = rule.moves and moves_in_order(eqn)
             return moves and any(map(self._is_inner, operands))
         return any(self._is_inner(v) or self._is_source(v) for v in operands)
 
@@ -308,25 +207,36 @@ class _Search:
         is_between = self.is_inside[maker] and self.is_inside[reader]
         return int(self.is_inside[maker] and (not is_between or var in self.cut))
 
-    def _choices_of_stored(self) -> list[int]:
-        """Return choices, as a ReLU, whose results are stored in half.
+    def _choices_of_stored(self) -> dict[int, bool]:
+        """Return choices, as a ReLU, that run in half, and whether they wait.
 
-        To round before is the same, and then they, and their derivatives, run in half.
+        That is for a segment of their level, if their results are stored in half: to
+        round before is the same. Others choose what is stored. Then their derivatives
+        run in half, too.
         """
-        found: list[int] = []
+        found: dict[int, bool] = {}
         for i in reversed(range(len(self.eqns))):
             eqn = self.eqns[i]
-            if not self.is_inside[i] or not _is_exact(eqn) or len(eqn.outvars) != 1:
+            if not self.is_inside[i] or not is_exact(eqn) or len(eqn.outvars) != 1:
                 continue
             (out,) = eqn.outvars
             beside = {r for r in self.readers[out] if self._is_beside(out, r)}
-            if out in self.cut or not beside <= {*found}:
-                continue
             arrays = [v for v in variables(eqn.invars) if core.is_f32(v)]
-            is_half = self.held[out] == HALF and self._is_stored_in_half(out)
+            waits = self._waits(i)
+            if out in self.cut or (waits and not beside <= {*found}):
+                continue
+            is_half = not waits or self._is_stored_in_half(out)
+            is_half = is_half and self.held[out] == HALF
             if is_half and all(self.held[v] in (HALF, INPUT) for v in arrays):
-                found.append(i)
+                found[i] = waits
         return found
+
+    def _waits(self, i: int) -> bool:
+        """Return whether a segment of the same level makes what an equation reads."""
+        return any(
+            self._is_made_inside(v) and self.level[self.made_by[v]] == self.level[i]
+            for v in variables(self.eqns[i].invars)
+        )
 
     def _outside(self, var: Var) -> list[int]:
         """Return what reads a value of a segment from outside of it."""
@@ -405,9 +315,9 @@ class _Search:
             is_of_norm = self._has_statistics(out)
             if not of_eqn or len(of_eqn) < 2 - is_of_norm or self.held[out] != HALF:
                 continue
-            if not (_adds(eqn) or _is_exact(eqn)):
+            if not (adds(eqn) or is_exact(eqn)):
                 continue
-            goes_on = len(readers) == 1 and (_adds(readers[0]) or _is_exact(readers[0]))
+            goes_on = len(readers) == 1 and (adds(readers[0]) or is_exact(readers[0]))
             use = self.uses[out] & (Use.DIGITS | Use.RETURNED)
             is_kept = not use and out not in logits
             if is_kept and not goes_on:
@@ -420,7 +330,7 @@ class _Search:
         readers = [self.eqns[r] for r in self.readers[var]]
         if any(is_reduction(e) and has(e.primitive.name, Fact.SUMS) for e in readers):
             return len(readers) > 1
-        moved = [v for eqn in readers if _moves_in_order(eqn) for v in eqn.outvars]
+        moved = [v for eqn in readers if moves_in_order(eqn) for v in eqn.outvars]
         return any(map(self._has_statistics, moved))
 
     def _logits(self) -> set[Var]:
@@ -451,7 +361,7 @@ class _Search:
             is_array = v not in self.structure.spread and core.size(v) >= size
             if core.is_f32(v) and is_array:
                 arrays.append(v)
-        is_sum = known & (Fact.LINEAR | Fact.MOVES | Fact.JOINS) or _is_exact(eqn)
+        is_sum = known & (Fact.LINEAR | Fact.MOVES | Fact.JOINS) or is_exact(eqn)
         is_multiple = known & Fact.BROADCASTS and len(arrays) == 1
         if not (is_sum or is_multiple):
             return None
@@ -546,7 +456,7 @@ class _Search:
             i = queue.pop()
             eqn, size = self.eqns[i], core.size(self.eqns[i].outvars[0])
             arrays = [v for v in variables(eqn.invars) if core.size(v) >= size]
-            if i in found or not (_is_exact(eqn) or (_adds(eqn) and len(arrays) > 1)):
+            if i in found or not (is_exact(eqn) or (adds(eqn) and len(arrays) > 1)):
                 continue
             found.add(i)
             inner = filter(self._is_inner, variables(self.eqns[i].invars))
@@ -559,7 +469,7 @@ class _Search:
         eqn = self.eqns[maker]
         is_linear = facts(eqn.primitive.name) & (Fact.LINEAR | Fact.MOVES)
         is_multiple = degree(eqn) == 1  # as of dropout
-        if not (is_linear or is_multiple or _is_exact(eqn)):
+        if not (is_linear or is_multiple or is_exact(eqn)):
             return False
         return all(map(self._is_sum, filter(self._is_inner, variables(eqn.invars))))
 
@@ -568,8 +478,14 @@ class _Search:
 
         Their gradients are read twice: to be summed, for statistics and biases, and
         after that. To compute them twice costs more than to store them, so XLA does.
-        That of a logarithm or a divisor may be out of range.
+        That of a root, a logarithm or a divisor may be out of range.
         """
+        steep: set[Var] = set()
+        for i in reversed(group):
+            eqn = self.eqns[i]
+            is_sum = adds(eqn) and not steep.isdisjoint(eqn.outvars)
+            if is_sum or not is_polynomial(eqn, Fact.SATURATES):
+                steep.update(variables(eqn.invars))
         summed: dict[Var, Var] = {}  # the result whose gradient is, of what made of it
         found: dict[Var, None] = {}
         largest = max(core.size(self.eqns[i].outvars[0]) for i in group)
@@ -578,12 +494,14 @@ class _Search:
             size = core.size(eqn.outvars[0])
             operands = [v for v in variables(eqn.invars) if v not in self.constant]
             made_of = [summed[v] for v in operands if v in summed]
-            if _chooses(eqn) or not _is_polynomial(eqn):
+            if chooses(eqn) or not is_polynomial(eqn):
                 found.update(
                     (v, None)
                     for v in made_of
                     if core.size(v) * 2 >= largest
-                    if core.is_f32(v) and not self.uses[v] & Use.DIGITS
+                    if core.is_f32(v)
+                    and not self.uses[v] & Use.DIGITS
+                    and v not in steep
                 )
             is_first = (
                 is_reduction(eqn)
@@ -602,7 +520,7 @@ class _Search:
         # XLA computes products of arrays again by itself, where it keeps a mask.
         size = max(core.size(eqn.outvars[0]) for eqn in eqns)
         large = [eqn for eqn in eqns if core.size(eqn.outvars[0]) * 2 >= size]
-        return self.is_in_loop or not all(map(_is_polynomial, large))
+        return self.is_in_loop or not all(map(is_polynomial, large))
 
     def _segment(self, group: Sequence[int], half: Set[Var]) -> Segment | None:
         """Return the segment of equations, None if nothing reads what it makes."""
@@ -628,9 +546,9 @@ class _Search:
             half_in=tuple(v in half for v in reads),
             writes=tuple(writes),
             half_out=tuple(v in half for v in writes),
-            compares=_compares([self.eqns[i] for i in group], self.differentiated),
+            compares=compares([self.eqns[i] for i in group], self.differentiated),
             kept=tuple(
-                self.is_in_loop
+                self.keeps_half
                 and v in self.computed
                 and v not in half
                 # A loop keeps each of them as often as it runs.
@@ -651,7 +569,7 @@ class _Search:
                 continue
             eqn = self.eqns[i]
             operand = eqn.invars[0]
-            if not _moves_in_order(eqn) or self.is_inside[i]:
+            if not moves_in_order(eqn) or self.is_inside[i]:
                 continue
             if compat.is_literal(operand):
                 found[i] = None
@@ -660,86 +578,28 @@ class _Search:
                 queue.append(operand)
         return sorted(found)
 
-    # Parts.
-
-    def _parts(
-        self, segments: Sequence[Segment], plans: Sequence[EqnPlan]
-    ) -> list[Part]:
-        """Return products that run again with what makes an operand of them.
-
-        That is an activation, or moves that repeat a smaller half array: images that
-        are resized, keys that groups of queries share. It is not kept then.
-        """
-        activations = {s.writes[0]: s for s in segments if self._is_activation(s)}
-        able = {
-            i
-            for i, plan in enumerate(plans)
-            if plan.is_half_product and plan.half_out[0] and not plan.rule.is_fp8
-        }
-        found = []
-        for i in sorted(able):
-            operands = dict.fromkeys(variables(self.eqns[i].invars))
-            segment = next((activations[v] for v in operands if v in activations), None)
-            moves: set[int] = set()
-            for v in operands:
-                source, moved = self._moved_from(v, able)
-                if core.size(v) >= _REPEATS * core.size(source):
-                    moves.update(moved)
-            if segment or moves:
-                found.append(_part(self.eqns, plans, i, segment, sorted(moves)))
-        return found
-
-    def _is_activation(self, segment: Segment) -> bool:
-        """Return whether a segment makes an array for one reader, without sums.
-
-        To make it again costs one write; behind sums, what it reads is read once more.
-        """
-        out, eqns = segment.writes[0], [self.eqns[i] for i in segment.eqns]
-        return (
-            len(segment.writes) == 1
-            and segment.half_out[0]
-            and out not in self.returned
-            and len(self._outside(out)) == 1
-            and not any(map(is_reduction, eqns))
-        )
-
-    def _moved_from(self, var: Var, able: Set[int]) -> tuple[Var, list[int]]:
-        """Return the half array that moves make what a product reads of, and the moves.
-
-        What others read, too, is stored: but products that are `able` to make it.
-        """
-        source, moves = var, []
-        is_shared = not able.issuperset(self.readers[var])
-        while not is_shared and source not in self.returned:
-            i = self.made_by.get(source, -1)
-            if i < 0 or self.is_inside[i]:
-                break
-            operand = _moved_operand(self.eqns[i], self.plans[i])
-            if operand is None:
-                break
-            moves.append(i)
-            source = self.eqns[i].invars[operand]
-            is_shared = len(self.readers[source]) > 1
-        return source, moves
-
     # The order.
 
     def _steps(
         self, segments: Sequence[Segment], plans: Sequence[EqnPlan]
     ) -> list[int | Segment | Part]:
-        parts = self._parts(segments, plans) if self.has_segments else []
+        of_jaxpr = self.eqns, plans, self.made_by, self.readers, self.returned
+        search = parts.Search(*of_jaxpr, self.is_inside)
+        found = search.run(segments) if self.has_segments else []
         done = {i for s in segments for i in s.eqns if self.is_inside[i]}
-        done |= {i for part in parts for i in (part.product, *part.moves)}
-        in_parts = [part.segment for part in parts]
+        done |= {i for part in found for i in (part.product, *part.moves)}
+        in_parts = [part.segment for part in found]
         steps: list[int | Segment | Part] = [
             i for i in range(len(self.eqns)) if i not in done
         ]
-        steps += [s for s in segments if s not in in_parts] + parts
+        steps += [s for s in segments if s not in in_parts] + found
 
         def order(step: int | Segment | Part) -> tuple[int, int, int]:
             last = step.eqns[-1] if isinstance(step, Segment) else step
             last = last.product if isinstance(last, Part) else last
-            is_after = 2 if last in self.choices else int(self.is_inside[last])
+            is_after = int(self.is_inside[last])
+            if last in self.choices:  # of what a segment makes, or of what it reads
+                is_after = 2 * self.choices[last]
             return self.level[last], is_after, last
 
         steps.sort(key=order)
@@ -764,111 +624,3 @@ class _Search:
                 needed.update(variables(reads))
                 found.append(step)
         return found[::-1]
-
-
-def _part(
-    eqns: Sequence[Eqn],
-    plans: Sequence[EqnPlan],
-    product: int,
-    segment: Segment | None,
-    moves: Sequence[int],
-) -> Part:
-    """Return a part of a jaxpr: what it reads, and whether in half."""
-    half_in: dict[Var, bool] = {}
-    made: set[Var] = set()
-
-    def note(reads: Sequence[Var], half: Sequence[bool], writes: Sequence[Var]) -> None:
-        for v, is_half in zip(reads, half, strict=True):
-            if not compat.is_literal(v) and v not in made:
-                half_in[v] = is_half and half_in.get(v, True)
-        made.update(writes)
-
-    if segment:
-        note(segment.reads, segment.half_in, segment.writes)
-    for i in (*moves, product):
-        note(eqns[i].invars, plans[i].half_in, eqns[i].outvars)
-    reads = tuple(half_in)
-    return Part(product, segment, tuple(moves), reads, tuple(half_in.values()))
-
-
-def _moved_operand(eqn: Eqn, plan: EqnPlan) -> int | None:
-    """Return which half operand an equation moves, if that is all that it does."""
-    kind = facts(eqn.primitive.name) & (Fact.MOVES | Fact.CHOOSES)
-    is_moved = [kind == Fact.MOVES and core.is_float(v) for v in eqn.invars]
-    if eqn.primitive.name in CALLS and plan.bodies and eqn.outvars:
-        (body,) = plan.bodies
-        made_by = {v: i for i, e in enumerate(body.jaxpr.eqns) for v in e.outvars}
-        moved = body.jaxpr.outvars[0]
-        while not compat.is_literal(moved) and moved in made_by:
-            i = made_by[moved]
-            operand = _moved_operand(body.jaxpr.eqns[i], body.eqn_plans[i])
-            if operand is None:
-                return None
-            moved = body.jaxpr.eqns[i].invars[operand]
-        is_moved = [v is moved for v in body.jaxpr.invars]
-    if is_moved.count(True) != 1 or len(eqn.outvars) != 1:
-        return None
-    operand = is_moved.index(True)
-    is_half = plan.half_in[operand] and not compat.is_literal(eqn.invars[operand])
-    return operand if is_half else None
-
-
-# Policies for `jax.checkpoint`: what is saved.
-
-
-def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Save the results of products, sums and softmax; compute the rest again.
-
-    A policy for `jax.checkpoint` and `nn.remat`, for one layer or a whole function. No
-    product is computed twice, and no activation is kept. The result of a softmax takes
-    the place of its logits. Under `autocast`, what it has in half is kept in half.
-
-    Args:
-      primitive: the primitive of an operation, as `jax.checkpoint` passes it.
-      *avals: the shapes and dtypes of its operands.
-      **params: its parameters.
-
-    Returns:
-      Whether its results are kept for the backward pass.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from jmp_lite import autocast, memory
-      >>> def f(w, x):
-      ...     return (jax.nn.gelu(x @ w[0]) @ w[1]).sum()
-      >>> lean = autocast(jax.checkpoint(f, policy=memory.save_products))
-      >>> w, x = jnp.ones((2, 8, 8)), jnp.ones((4, 8))
-      >>> for fun in (autocast(f), lean, autocast(jax.checkpoint(f))):
-      ...     str(jax.make_jaxpr(jax.grad(fun))(w, x)).count("= dot_general")
-      5
-      5
-      6
-
-    References:
-      `jax.checkpoint_policies.dots_saveable`, which computes sums again.
-    """
-    is_of_autocast = primitive.name in (products.HALF_PRODUCT, products.SOFTMAX)
-    is_product = bool(facts(primitive.name) & Fact.PRODUCT)
-    return is_of_autocast or is_product or saves_sums(primitive, *avals, **params)
-
-
-def saves_totals(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Return whether the result of an operation is a statistic, which is kept."""
-    if not _reduces(primitive.name, params):
-        return False
-    return core.total(avals[0].shape[i] for i in params["axes"]) >= _FEW
-
-
-def saves_sums(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Return whether the result is a statistic that is a sum, not a largest number.
-
-    The gradient of a largest number goes to what equals it. Computed again in another
-    kernel, nothing need equal the one that was saved.
-    """
-    is_chosen = facts(primitive.name) & Fact.CHOOSES
-    return not is_chosen and saves_totals(primitive, *avals, **params)
-
-
-def saves_casts(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Return whether the result is what a product has cast of a float32 weight."""
-    return primitive.name == "name" and params["name"] == products.CAST_OPERAND

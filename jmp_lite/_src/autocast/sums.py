@@ -278,10 +278,15 @@ def bound(x: Any, dtype: Any) -> Any:
     lowest half number: a sum with it stays finite. What is too large stays so, and
     becomes inf in half: it is no mask. The derivative is that of `x`.
     """
-    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):  # a number of the program
+    if _is_number(x):
         lowest = np.asarray(jnp.finfo(dtype).min, np.float32)
         return lowest / 2 if -np.inf < x < lowest else x
     return differentiate_as(_bounded(x, dtype=dtype), x)
+
+
+def _is_number(x: Any) -> bool:
+    """Return whether it is a number that the program itself has."""
+    return np.ndim(x) == 0 and not isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
 @new_primitives.new_value

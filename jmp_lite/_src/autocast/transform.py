@@ -94,12 +94,14 @@ def autocast(
 ) -> Any:
     """Return a function that computes in half precision where that is safe.
 
-    Matrix products run in the compute dtype; exponentials, logarithms, sums and losses
-    in float32; elementwise arithmetic in half if all its operands are half. Only
-    float32 is lowered: other dtypes, products with a `precision`, explicit conversions
-    and `full_precision` regions stay as the program has them. Gradients of float32
-    parameters are float32, from `grad(autocast(f))` and from `autocast(grad(f))`; the
-    second returns the float32 accumulator of the products without rounding it.
+    Matrix products run in the compute dtype, and their results are stored in it. All
+    else is computed in float32, and stored in half where a product reads it, or as a
+    sum of such arrays. Where linear algebra, an order, a difference or a number near 1
+    needs the digits of a product's result, that is float32. Only float32 is lowered:
+    other dtypes, products with a `precision`, explicit conversions and `full_precision`
+    regions stay as the program has them. Gradients of float32 parameters are float32,
+    from `grad(autocast(f))` and from `autocast(grad(f))`; the second returns the
+    float32 accumulator of the products without rounding it.
 
     In float16, train with a loss scale (`scale_aware`): autocast does not add one.
 
@@ -119,8 +121,8 @@ def autocast(
         whole table, `OpRules`.
       half_results: True: results of matrix products are half wherever anything but a
         return reads them, as in torch.amp; the default. False, the safe form for
-        float16, which ends at 65504: only on the way to another product, and squares
-        are float32. It moves more bytes, and on GPUs its convolutions run in float32.
+        float16, which ends at 65504: only if another product alone reads them. It moves
+        more bytes, and on GPUs its convolutions run in float32.
         `numerics.advise` measures which layers come near the end of the range. Scopes
         whose policy says otherwise are not affected.
       fp8_min_size: the least size of each dimension of a product in fp8, if the policy

@@ -2,14 +2,15 @@
 
     "tanh" -> class "promote", Fact.SATURATES, "tf infer, torch promote"
 
-A class says in which precision `autocast` runs the primitive:
+A class says how `autocast` treats the primitive:
 
-  half         matrix products: half operands; the result is half, or float32 from the
-               accumulator where only float32 is used
-  float32      what overflows, underflows or loses digits in half
-  promote      elementwise arithmetic: half where every operand is, else float32
-  passthrough  moves and choices of elements: as promote, but a parameter that was only
-               moved is still a parameter
+  half         matrix products: half operands; the result is stored in half, or float32
+               from the accumulator
+  float32      float32 arithmetic that overflows, underflows or loses digits in half;
+               its result is stored in half only if matrix products alone read it
+  promote      float32 arithmetic: the result may be stored in half if the operands are
+  passthrough  moves and choices of elements: what is stored in half is moved in half,
+               and a parameter that was only moved is still a parameter
   unchanged    everything that is not listed: runs as the program has it
 
 A fact is a property of the primitive itself, whatever is done with it.

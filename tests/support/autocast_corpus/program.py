@@ -56,7 +56,8 @@ class Program:
         first argument is what is differentiated: a tree of floating arrays.
       tolerance: relative L2 error of the values, in roundoffs of the compute dtype.
       grad_tolerance: that of the gradients.
-      without: check to the reason why it does not apply.
+      without: check to the reason why it does not apply; "dry_run" is that its policy's
+        run equals autocast's.
       third_party: whether it needs JAX's default promotion.
       context: what it runs in.
     """

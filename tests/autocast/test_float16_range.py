@@ -1,4 +1,4 @@
-"""What the backward pass keeps of values that are float32."""
+"""Gradients at the ends of the range of float16, in its safe form, and in loops."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,6 @@ from backward_pass import (
 from jax import lax
 
 import jmp_lite
-from jmp_lite._src.autocast import waiting
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -93,25 +92,13 @@ def _in_a_loop(model, w, v, gain):
 def autocast(fun: Any, policy: str, **options: Any) -> Any:
     """Return a function under autocast, in float16 in the safe form."""
     if policy == "mixed_float16":
-        options["half_results"] = False
+        options.setdefault("half_results", False)
     return jmp_lite.autocast(fun, policy, **options)
 
 
 def _held(fun: Any, *args: Any, policy="mixed_float16", **options: Any) -> list[str]:
     """Return the dtypes of what is kept of the size of activations, under autocast."""
     return kept(autocast(fun, policy, **options), *args, size=X.size)
-
-
-@pytest.mark.parametrize(
-    "model", [m for m in MODELS if m is not batch_norm_and_relu], ids=_name
-)
-def test_two_bytes_are_kept_of_what_waits(model):
-    loss = functools.partial(_loss, model)
-    found, before = (_held(loss, W, V, GAIN, recompute=on) for on in (True, False))
-    assert before.count("float32") > 2
-    # WEIGHTS; and what a sum or a mean needs all digits of.
-    assert found.count("float32") == 1 + (model is gated)
-    assert set(found) == {"float16", "float32"} and len(found) <= 7
 
 
 @pytest.mark.one_of("policy")
@@ -124,8 +111,9 @@ def test_two_bytes_are_kept_of_what_waits(model):
 def test_a_loop_keeps_two_bytes_of_what_it_carries(model, policy):
     """XLA does not see through the residuals of a loop."""
     loss = functools.partial(_in_a_loop, model)
+    options = {"policy": policy, "half_results": True}
     found, before = (
-        _held(loss, W, V, GAIN, policy=policy, recompute=on) for on in (True, False)
+        _held(loss, W, V, GAIN, recompute=on, **options) for on in (True, False)
     )
     assert before.count("float32") > 2
     assert found.count("float32") == 1  # WEIGHTS
@@ -210,7 +198,7 @@ def called_norm(w, b):
 
 
 def _read(h):
-    """Read values in a product: so clusters compute them again."""
+    """Read values in a product: so segments compute them again."""
     return jnp.mean(jnp.tanh(h) @ V * WEIGHTS)
 
 
@@ -271,26 +259,11 @@ def test_a_function_before_a_norm_keeps_its_digits(fun, policy):
         in_a_loop = jnp.log(lax.scan(layer, x, None, length=2)[0])
         return jnp.mean((layer_norm(fun(x), V, GAIN) + in_a_loop) * WEIGHTS)
 
-    check_recomputed(loss, W, policy=policy, most=1.2)
-
-
-def test_square_roots_in_float16_have_ten_bits_up_to_4e9():
-    x = np.geomspace(1e-8, 4e9, 10_000).astype(np.float32)
-    x = np.concatenate([-x, x, [0]]).astype(np.float32)
-    found = waiting.restore(waiting.keep(jnp.asarray(x), (), jnp.float16))
-    np.testing.assert_allclose(found, x, rtol=2.0**-10)
-
-
-def test_rows_are_kept_to_eleven_bits_of_their_deviation():
-    x = _normal(16, 1024) * 10.0 ** np.arange(-6, 10)[:, None]
-    x = (x + x.std(1, keepdims=True) * 100).astype(np.float32)  # far from zero
-    found = waiting.restore(waiting.keep(jnp.asarray(x), (1,), jnp.float16))
-    error = np.abs(found - x) / x.std(1, keepdims=True)
-    assert error.max() < 4 * 2.0**-11  # what is four deviations away has four
+    # By hand, with a carry in half, it is as much.
+    check_recomputed(loss, W, policy=policy, most=1.3)
 
 
 def test_a_call_is_what_stands_in_it():
-    """A ReLU reads what is made of statistics that wait: these are no array."""
     channels = 128
     x = _normal(8, 32, channels)
     w, v, u = (_normal(channels, channels) for _ in range(3))
@@ -387,13 +360,7 @@ def test_gradients_are_finite_without_deviation_and_not_of_infinities(factor):
     assert all(np.all(np.isfinite(g)) == (factor == 0) for g in grads)
 
 
-def test_bfloat16_has_no_float16_outside_of_loops():
-    fun = autocast(functools.partial(_loss, gelu), "mixed_bfloat16")
-    casts = jaxprs.equations(jaxprs.trace(fun, W, V, GAIN), "convert_element_type")
-    assert {eqn.outvars[0].aval.dtype.name for eqn in casts} == {"bfloat16", "float32"}
-
-
-def test_what_a_cluster_casts_is_in_the_scope_of_what_made_it():
+def test_what_a_segment_casts_is_in_the_scope_of_what_made_it():
     def loss(w, v):
         with jax.named_scope("block"):
             return jnp.mean(jax.nn.gelu(X @ w) @ v * WEIGHTS)
@@ -455,8 +422,8 @@ def gain_of_carry(cast: Any, sign: Any, large: float) -> Any:
     return loss
 
 
-def check(make: Any, half: str, *args: Any) -> None:
-    """Check that autocast has at most twice the error of casts by hand."""
+def check(make: Any, half: str, *args: Any, most: float = 2.0) -> None:
+    """Check how often the error of casts by hand that of autocast may be."""
     *settings, param = args
     plain = make(jnp.asarray, *settings)
     by_hand = make(lambda x: jnp.asarray(x).astype(half), *settings)
@@ -464,7 +431,7 @@ def check(make: Any, half: str, *args: Any) -> None:
         jax.jit(jax.grad(fun))(param)[1:]  # the other channels
         for fun in (plain, autocast(plain, f"mixed_{half}"), by_hand)
     )
-    assert error(found, exact) < 2 * error(rounded, exact)
+    assert error(found, exact) < most * error(rounded, exact)
 
 
 @pytest.mark.parametrize("sign", [jnp.asarray, jnp.abs], ids=["both", "one sign"])
@@ -528,20 +495,21 @@ def test_squares_beyond_float32_cost_a_carry_nothing(large, half):
     check(make, half, W)
 
 
-@pytest.mark.parametrize("far", [100.0, -100.0, 1e4])
-def test_a_difference_from_the_mean_of_its_row_keeps_its_digits(far):
+@pytest.mark.parametrize("far", [0.0, 10.0, -100.0])
+def test_a_carry_that_is_kept_in_half_is_as_good_as_one_in_half_by_hand(far):
     def make(cast):
         def loss(gain):
             def layer(h, _):
+                h = h.astype(jnp.float32)
                 mean = h.mean(-1, keepdims=True)
                 variance = jnp.square(h - mean).mean(-1, keepdims=True)
                 normed = (h - mean) * lax.rsqrt(variance + 1e-6) * gain
                 out = product(cast, normed, V)
-                return h + jnp.tanh(out), out
+                return cast(h + jnp.tanh(out)), out
 
-            first = jnp.asarray(ROWS) + far
+            first = cast(jnp.asarray(ROWS) + far)
             return (lax.scan(layer, first, length=2)[1] * OF_ROWS).mean()
 
         return loss
 
-    check(make, "bfloat16", jnp.ones(N))
+    check(make, "bfloat16", jnp.ones(N), most=1.0)

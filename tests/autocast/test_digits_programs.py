@@ -1,0 +1,218 @@
+"""Programs that read more digits of a product than half precision has.
+
+The error of autocast is about that of casts by hand, with float32 results of products.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from arrays import error, in_float64
+from autocast_corpus.program import DTYPES, IN_HALVES, POLICIES
+from jax import lax
+
+from jmp_lite import autocast
+
+pytestmark = pytest.mark.standard_promotion
+
+N = 16
+_rng = np.random.default_rng(0)
+
+
+def _normal(*shape: int) -> Any:
+    return _rng.standard_normal(shape).astype(np.float32)
+
+
+W, V, X = _normal(N, N) / 4, _normal(N, N) / 4, _normal(64, N)
+TRIL = np.tril(np.ones((64, 64), np.float32))
+GRAPH = (_rng.random((64, 64)) < 0.3).astype(np.float32)
+GRAPH = np.maximum(GRAPH, GRAPH.T)
+TOKENS = (_rng.random((512, N)) < 0.7).astype(np.float32)
+
+
+def covariance(mm: Any, w: Any) -> Any:
+    x = mm(X[:N], w)
+    return mm(x, x.T) / 16 + 1e-3 * jnp.eye(N)
+
+
+def prefix_products(mm, w):
+    c = mm(TRIL, jax.nn.softplus(mm(X, w)))
+    return jnp.exp(c[:-1] - c[1:])
+
+
+def laplacian(mm, w):
+    h = 3 + jnp.tanh(mm(X, w)) / 10
+    graph = jnp.asarray(GRAPH, w.dtype)
+    return graph.sum(1, keepdims=True) * h - mm(graph, h)
+
+
+def update_of_blocks(mm, w):
+    h = first = X
+    for _ in range(3):
+        h = h + mm(jax.nn.gelu(mm(h, w)), V)
+    return mm(h - first, V)
+
+
+def gates(mm: Any, w: Any) -> Any:
+    return jax.nn.sigmoid(mm(X, w) + 6)
+
+
+def associative(mm, w):
+    return lax.associative_scan(jnp.multiply, gates(mm, w))
+
+
+def recurrence_in_scan(mm, w):
+    def step(h, of_step):
+        gate, x = of_step
+        return gate * h + x, h
+
+    return lax.scan(step, jnp.zeros(N), (gates(mm, w), X.astype(w.dtype)))[1]
+
+
+def recurrence_in_fori_loop(mm, w):
+    gate, x = gates(mm, w), jnp.asarray(X, w.dtype)
+    first = jnp.zeros(N, w.dtype)
+    return lax.fori_loop(0, 64, lambda i, h: gate[i] * h + x[i], first)
+
+
+def gated_linear_attention(mm, w):
+    gate, keys, values = gates(mm, w), mm(X, V) / 4, mm(X, V.T) / 4
+
+    def step(state, of_step):
+        gate, k, v = of_step
+        state = gate[:, None] * state + k[:, None] * v[None]
+        return state, mm(k, state)
+
+    return lax.scan(step, jnp.zeros((N, N)), (gate, keys, values))[1]
+
+
+def difference_of_softmaxes(mm, w):
+    a, b = mm(X, w), mm(X, w + 0.01 * V)
+    return mm(jax.nn.softmax(a) - jax.nn.softmax(b), V)
+
+
+def sinkhorn(mm, w):
+    scores = mm(X[:N], w)
+
+    @jax.checkpoint
+    def normalised(scores):
+        kernel, u, v = jnp.exp(scores), jnp.ones((N, 1)), jnp.ones((N, 1))
+        for _ in range(5):
+            v = 1 / mm(kernel.T, u)
+            u = 1 / mm(kernel, v)
+        return u * kernel * v.T
+
+    return N * normalised(scores) - 1
+
+
+PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
+    "cholesky": lambda mm, w: jnp.linalg.cholesky(covariance(mm, w)),
+    "slogdet": lambda mm, w: jnp.linalg.slogdet(covariance(mm, w))[1],
+    "eigvalsh": lambda mm, w: jnp.linalg.eigvalsh(covariance(mm, w)),
+    "solve": lambda mm, w: jnp.linalg.solve(covariance(mm, w), V),
+    "prefix_products": prefix_products,
+    "laplacian": laplacian,
+    "update_of_blocks": update_of_blocks,
+    "cumprod": lambda mm, w: jnp.cumprod(gates(mm, w), 0),
+    "associative_scan": associative,
+    "recurrence_in_scan": recurrence_in_scan,
+    "recurrence_in_fori_loop": recurrence_in_fori_loop,
+    "gated_linear_attention": gated_linear_attention,
+    "difference_of_softmaxes": difference_of_softmaxes,
+    "softmax_less_its_mean": lambda mm, w: jax.nn.softmax(mm(X, w / 16)) - 1 / N,
+    "sinkhorn": sinkhorn,
+}
+
+
+def _loss(fun: Any, mm: Any) -> Any:
+    def loss(w):
+        y = fun(mm, w)
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)), y
+
+    return loss
+
+
+def _results(loss: Any) -> Any:
+    """Return a function that returns the values and the gradient."""
+
+    def results(w):
+        (_, y), grad = jax.value_and_grad(loss, has_aux=True)(w)
+        return y, grad
+
+    return results
+
+
+def by_hand(dtype: Any) -> Any:
+    """Return a product of operands in half, whose result is float32.
+
+    Those of the backward pass have operands in half, too.
+    """
+
+    def rounded(x):
+        return jnp.asarray(x).astype(dtype).astype(jnp.float32)
+
+    @jax.custom_vjp
+    def multiply(a, b):
+        return jnp.matmul(rounded(a), rounded(b))
+
+    def forward(a, b):
+        return multiply(a, b), jax.vjp(jnp.matmul, rounded(a), rounded(b))[1]
+
+    multiply.defvjp(forward, lambda vjp, ct: vjp(rounded(ct)))
+    return multiply
+
+
+@functools.cache
+def _exact(name: str) -> Any:
+    return in_float64(_results(_loss(PROGRAMS[name], jnp.matmul)), W)
+
+
+@IN_HALVES
+@pytest.mark.one_of("order")
+@pytest.mark.parametrize("order", ["outside", "inside"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_digits_are_kept_as_by_hand_with_float32_results(name, order, half):
+    loss, policy = _loss(PROGRAMS[name], jnp.matmul), POLICIES[half]
+    low = _results(autocast(loss, policy))
+    low = low if order == "outside" else autocast(_results(loss), policy)
+    hand = _results(_loss(PROGRAMS[name], by_hand(DTYPES[half])))
+    for of_low, of_hand, exact in zip(
+        jax.jit(low)(W), jax.jit(hand)(W), _exact(name), strict=True
+    ):
+        assert error(of_low, exact) <= max(3 * error(of_hand, exact), 0.02)
+
+
+@IN_HALVES
+def test_counts_are_exact(half):
+    def counts(tokens):
+        together = tokens.T @ tokens - 300
+        is_kept = jnp.tril(jnp.ones((512, 512))) @ tokens < 300
+        return together, is_kept, (tokens.T @ tokens).astype(jnp.int32)
+
+    found, expected = autocast(counts, POLICIES[half])(TOKENS), counts(TOKENS)
+    for x, want in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(x, want)
+
+
+@IN_HALVES
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda scores: lax.top_k(scores, 8)[1],
+        lambda scores: jnp.argsort(scores, -1),
+        lambda scores: jnp.argmax(scores, -1),
+    ],
+    ids=["top_k", "argsort", "argmax"],
+)
+def test_the_order_of_scores_is_that_of_float32_results(order, half):
+    keys = np.asarray(1 + _normal(256, N) / 100)  # whose scores are close
+
+    def ranks(mm, x):
+        return order(mm(1 + x / 100, keys.T))
+
+    found = autocast(functools.partial(ranks, jnp.matmul), POLICIES[half])(X)
+    np.testing.assert_array_equal(found, ranks(by_hand(DTYPES[half]), X))
