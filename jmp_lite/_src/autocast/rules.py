@@ -264,7 +264,8 @@ class Arithmetic(Rule):
 
     def reads(self, op, uses, body):
         found = super().reads(op, uses, body)
-        if not _may_have_half_results(op, body):
+        lowers = body.analyzer.table.lowers_anything
+        if not (lowers and _may_have_half_results(op, body)):
             return found
         of_sums = digits.summed(op.eqn, union(uses), body.structure)
         return [x | y for x, y in zip(found, of_sums, strict=True)]
