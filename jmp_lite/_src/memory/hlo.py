@@ -188,16 +188,14 @@ def count(text: str) -> Counts:
     pieces = set()
     for x in program:
         opcode = x.opcode.removesuffix("-start")
-        if opcode in _COLLECTIVES:
-            if (piece := _piece(x, fused)) not in pieces:
-                pieces.add(piece)
-                calls[opcode] += times[x.computation] or 1
-                for array in _left(x):
-                    size = array.bytes * (times[x.computation] or 1)
-                    moved[f"{opcode} {array.dtype}"] += size
-        elif x.computation in scheduled:
-            found["kernels"] += times[x.computation] * _is_kernel(x)
+        if opcode in _COLLECTIVES and (piece := _piece(x, fused)) not in pieces:
+            pieces.add(piece)
+            trips = times[x.computation] or 1
+            calls[opcode] += trips
+            for array in _left(x):
+                moved[f"{opcode} {array.dtype}"] += trips * array.bytes
         if x.computation in scheduled:
+            found["kernels"] += times[x.computation] * _is_kernel(x)
             found["traffic"] += times[x.computation] * traffic.of(x)
         if _PRODUCTS.search(x.line):
             products[" ".join(dtypes.get(y, "?") for y in x.operands[:2])] += 1
@@ -263,7 +261,7 @@ def _is_free(x: Instruction) -> bool:
 
 
 def _is_kernel(x: Instruction) -> bool:
-    if _is_free(x) or x.opcode.endswith("-start"):
+    if _is_free(x) or x.opcode.endswith("-start") or x.opcode in _COLLECTIVES:
         return False
     is_opaque = x.opcode in ("fusion", "custom-call")
     return is_opaque or not all(a.is_scalar for a in x.arrays)

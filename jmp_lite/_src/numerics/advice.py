@@ -240,7 +240,7 @@ class _Turn:
 
 @dataclasses.dataclass
 class _Search:
-    """The search for a policy and a loss scale. `run` fills the last four fields."""
+    """The search for a policy and a loss scale. `run` fills the last three fields."""
 
     step_of: Callable[[float], Any]  # what a dry run runs, of the loss scale
     start: Policy | PolicyMap
@@ -339,6 +339,7 @@ class _Search:
         fitting = _fitting_scale(gradients, scale, self.dtype)
         if self.previous:
             fitting = min(fitting, float(self.previous.loss_scale.loss_scale))
+        # Where bfloat16 ends, so does float32.
         headroom = self.headroom if self.dtype == jnp.float16 else 1.0
         # Faults of the backward pass count once the loss scale fits.
         faults = [
