@@ -177,9 +177,9 @@ def _arrays(shape: str) -> tuple[Array, ...]:
     return tuple(found)
 
 
-def count(text: str) -> Counts:
-    """Count in the text of an optimised HLO module."""
-    program = parse(text)
+def count(text: str, instructions: Sequence[Instruction] = ()) -> Counts:
+    """Count in the text of an optimised HLO module, perhaps parsed already."""
+    program = instructions or parse(text)
     times, scheduled, loops_counted_once = _times(program)
     half_adders, traffic = _half_adders(program), _Traffic(program)
     found, moved, calls, products = (collections.Counter() for _ in range(4))
@@ -216,7 +216,7 @@ def count(text: str) -> Counts:
 
 
 def _times(
-    program: list[Instruction],
+    program: Sequence[Instruction],
 ) -> tuple[collections.Counter[str], set[str], int]:
     """Return by name how often each computation runs.
 
@@ -238,7 +238,7 @@ def _times(
     return times, scheduled, unknown
 
 
-def _half_adders(program: list[Instruction]) -> set[str]:
+def _half_adders(program: Sequence[Instruction]) -> set[str]:
     """Return the names of the computations that add numbers in half precision."""
     adds = {x.computation for x in program if x.opcode == "add"}
     half = {
@@ -281,7 +281,7 @@ def _left(x: Instruction) -> Sequence[Array]:
 class _Traffic:
     """What instructions read and write, in bytes."""
 
-    def __init__(self, program: list[Instruction]):
+    def __init__(self, program: Sequence[Instruction]):
         self._by_name = {x.name: x for x in program}
         self._readers = collections.defaultdict(list)
         self._parameters: dict[tuple[str, int], Instruction] = {}

@@ -265,9 +265,8 @@ class _Search:
         turn = self._turn(1.0, why)
         report = turn.measured.report
         self.unscaled.update((key, row.max_abs) for key, row in _keyed(report))
-        is_f16 = self.dtype == jnp.float16
-        if turn.fitting == 1.0 and is_f16:  # what is too large may not be scaled at all
-            turn = self._turn(2.0, why)
+        if turn.fitting == 1.0 and self.dtype == jnp.float16:
+            turn = self._turn(2.0, why)  # what is too large may not be scaled at all
         for _ in range(_ROUNDS - 1):
             # The backward pass repeats errors of the forward pass.
             named = [fault for fault in reversed(turn.faults) if fault.layer]

@@ -22,10 +22,7 @@ class Fault:
 
     @property
     def may_overflow(self) -> bool:
-        """Whether it is a half result of the forward pass, near the end of the range.
-
-        Nothing is wrong with it yet: in other batches it may overflow.
-        """
+        """Whether a half result of the forward pass may overflow in other batches."""
         row = self.row
         is_result = row.is_half and row.direction == "forward" and not row.is_operand
         is_near = row.max_abs * self.headroom > self.largest
