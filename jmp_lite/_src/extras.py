@@ -58,7 +58,7 @@ _MOVED = {
     },
     "jmp_lite.memory": {
         "Compared": "_src.memory.compare",
-        "LiveRow": "_src.memory.step",
+        "LiveRow": "_src.memory.liveness",
     },
     "jmp_lite.numerics": dict.fromkeys(
         ("EXPONENTS", "empty", "merge"), "_src.numerics.stats"
