@@ -14,22 +14,6 @@ from typing import Any
 
 _ROOT = Path(__file__).parent.parent
 
-_PUBLIC = {
-    "jmp_lite": "jmp_lite/__init__.py",
-    **{
-        f"jmp_lite.{name}": f"jmp_lite/{name}.py"
-        for name in (
-            "checkpoint",
-            "linen",
-            "memory",
-            "nnx",
-            "numerics",
-            "ops",
-            "states",
-            "trees",
-        )
-    },
-}
 # Pages of the site whose text is a file outside of docs/.
 _INCLUDED = {
     "changelog.md": "CHANGELOG.md",
@@ -135,7 +119,7 @@ def reference_faults(root: Path = _ROOT) -> Iterator[str]:
     documented = Counter(
         name for page in pages for name in _DIRECTIVE.findall(page.read_text("utf-8"))
     )
-    public = {name: doc for name, doc in _public_names(root) if name not in _PUBLIC}
+    public = dict(_public_names(root))
     with_example = {
         name.rpartition(".")[2] for name, doc in public.items() if ">>> " in doc
     }
@@ -162,8 +146,9 @@ def reference_faults(root: Path = _ROOT) -> Iterator[str]:
 
 def _public_names(root: Path) -> Iterator[tuple[str, str]]:
     """Yield the full name of everything in an `__all__`, and its docstring."""
-    for module, path in _PUBLIC.items():
-        tree = _parse(root / path)
+    namespaces = sorted((root / "jmp_lite").glob("[!_]*.py"))
+    for path in (root / "jmp_lite" / "__init__.py", *namespaces):
+        tree = _parse(path)
         names = next(
             ast.literal_eval(node.value)
             for node in tree.body
@@ -176,12 +161,9 @@ def _public_names(root: Path) -> Iterator[tuple[str, str]]:
             for alias in node.names
         }
         for name in names:
-            full = f"{module}.{name}"
-            if full in _PUBLIC:
-                yield full, ""
-                continue
+            module = "jmp_lite" if path.stem == "__init__" else f"jmp_lite.{path.stem}"
             source = root / (origins[name].replace(".", "/") + ".py")
-            yield full, _docstring(_parse(source), name)
+            yield f"{module}.{name}", _docstring(_parse(source), name)
 
 
 def _parse(path: Path) -> ast.Module:

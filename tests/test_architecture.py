@@ -15,23 +15,13 @@ import pytest
 from commands import run_python
 
 import jmp_lite
+from jmp_lite._src import extras
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(jmp_lite.__file__).parent
 
 # The modules users import. They only re-export; `_src` does not import them.
-PUBLIC = (
-    "__init__",
-    "__main__",
-    "checkpoint",
-    "linen",
-    "memory",
-    "nnx",
-    "numerics",
-    "ops",
-    "states",
-    "trees",
-)
+PUBLIC = ("__init__", "__main__", *extras.NAMESPACES)
 # A module or a subpackage of `_src` -> its floor. Imports run to a lower floor only;
 # inside one subpackage they are free. A new module needs a line here.
 FLOORS = {

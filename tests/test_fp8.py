@@ -234,9 +234,6 @@ def test_sums_of_one_sign_are_those_of_float32(fun, dtype):
     np.testing.assert_allclose(np.float32(of_rows), 4.0, rtol=1e-2)
 
 
-# Transformations.
-
-
 @pytest.mark.parametrize("largest", [0.0, 1.0, 1.75, 1.7500001, 2.0, 3.4e38])
 @pytest.mark.parametrize("dtype", [fp8.FORWARD, fp8.GRADIENT])
 def test_a_scale_is_the_least_power_of_two_that_clips_nothing(dtype, largest):
@@ -246,7 +243,7 @@ def test_a_scale_is_the_least_power_of_two_that_clips_nothing(dtype, largest):
     assert most / 2 < reached <= most or largest == 0.0 < scale.item()
 
 
-# Examples under `vmap`.
+# Transformations.
 
 
 def scaled_examples() -> Any:

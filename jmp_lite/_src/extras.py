@@ -38,31 +38,14 @@ NAMESPACES = (
     "trees",
 )
 
-# Names of 0.2 -> where each is now: the module, public or private.
-_MOVED = {
-    "jmp_lite": {
-        **dict.fromkeys(("cast_floating", "cast_like"), "trees"),
-        **dict.fromkeys(("OpRules", "fp8_dot_general"), "ops"),
-        **dict.fromkeys(
-            (
-                "LowPrecisionArray",
-                "LowPrecisionState",
-                "MasterRemaindersState",
-                "MasterWeightsState",
-                "ScaleAwareState",
-                "StochasticRoundingState",
-                "TooManySkippedStepsError",
-            ),
-            "states",
-        ),
-    },
+# Module -> where its names of 0.2 are now: what is private, by its names.
+_MOVED: dict[str, dict[str, Any]] = {
+    "jmp_lite": {"ops": None, "states": None, "trees": None},
     "jmp_lite.memory": {
-        "Compared": "_src.memory.compare",
-        "LiveRow": "_src.memory.step",
+        "_src.memory.compare": ("Compared",),
+        "_src.memory.liveness": ("LiveRow",),
     },
-    "jmp_lite.numerics": dict.fromkeys(
-        ("EXPONENTS", "empty", "merge"), "_src.numerics.stats"
-    ),
+    "jmp_lite.numerics": {"_src.numerics.stats": ("EXPONENTS", "empty", "merge")},
 }
 
 
@@ -70,17 +53,16 @@ def lazy_attribute(package: str, name: str) -> Any:
     """Return a namespace that is not imported yet, or what has moved from a module."""
     if package == "jmp_lite" and name in NAMESPACES:
         return importlib.import_module(f"{package}.{name}")
-    module = _MOVED[package].get(name)
-    if module is not None:
-        now = f"is jmp_lite.{module}.{name} now"
-        if module.startswith("_src"):
-            now = "is private now"
-        warnings.warn(
-            f"{package}.{name} {now}: the old name goes after this release.",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        return getattr(importlib.import_module(f"jmp_lite.{module}"), name)
+    for place, names in _MOVED[package].items():
+        module = importlib.import_module(f"jmp_lite.{place}")
+        if name in (names or module.__all__):
+            now = "private" if names else f"jmp_lite.{place}.{name}"
+            warnings.warn(
+                f"{package}.{name} is {now} now: the old name goes after this release.",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+            return getattr(module, name)
     message = f"module {package!r} has no attribute {name!r}"
     where = _ELSEWHERE.get(name)
     raise AttributeError(f"{message}: see {where}" if where else message)

@@ -213,11 +213,9 @@ def sizes(lhs: Any, rhs: Any, dimension_numbers: Dimensions) -> list[int]:
 def is_default_precision(precision: Any) -> bool:
     """Return whether this is the default `precision` of a product, or a pair of it."""
     pair = precision if isinstance(precision, tuple) else (precision,)
-    kinds, default = (
-        str | lax.Precision | None,
-        (None, "default", lax.Precision.DEFAULT),
-    )
-    return all(isinstance(p, kinds) and p in default for p in pair)
+    defaults = None, "default", lax.Precision.DEFAULT
+    is_name = (isinstance(p, str | lax.Precision | None) for p in pair)
+    return all(is_name) and all(p in defaults for p in pair)
 
 
 def why_not_sizes(sizes: Sequence[int], min_size: int = MIN_SIZE) -> str:

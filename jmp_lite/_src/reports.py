@@ -193,7 +193,7 @@ class Report:
         """Return the table: of all rows, or of what matters most."""
         raise NotImplementedError
 
-    def _text(self) -> "Lines":
+    def _text(self) -> Lines:
         """Return what `str` shows, with names as they are."""
         return self._table(every=False).to_text().split("\n")
 

@@ -284,18 +284,7 @@ def test_no_path_is_not_the_working_folder(
     assert names(tmp_path) == ["1"]
 
 
-ODD = [
-    "a]b",
-    " a ",
-    "ü 日本",
-    "a\nb\t",
-    "a#b",
-    "50%",
-    "%2F",
-    "~x",
-    "$HOME",
-    "-",
-]
+ODD = ["a]b", " a ", "ü 日本", "a\nb\t", "a#b", "50%", "%2F", "~x", "$HOME", "-"]
 ODD += ["..a", "a..", "...", "a{b,c}", "x" * 200, "7", "state", "record", "a:b", "a'\""]
 
 

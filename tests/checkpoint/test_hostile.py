@@ -112,14 +112,9 @@ def test_a_record_of_another_dtype_gives_no_other_numbers(
     assert f"w is {dtype}[3] by the record, but stored as float32[6]" in text
 
 
-def drop(name: str) -> Callable[[Any], None]:
-    return lambda record: record.pop(name)
-
-
 MALFORMED: dict[str, Callable[[Any], Any]] = {
     "a list": lambda record: [],
     "a text": lambda record: "text",
-    "null": lambda record: "null",
     "a number": lambda record: 5,
     "empty": lambda record: {},
     "no leaves": lambda record: record.pop("leaves") and None,

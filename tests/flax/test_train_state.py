@@ -30,12 +30,7 @@ from train_states import (
 )
 
 import jmp_lite
-from jmp_lite import (
-    DynamicLossScale,
-    StaticLossScale,
-    master_weights,
-    scale_aware,
-)
+from jmp_lite import DynamicLossScale, StaticLossScale, master_weights, scale_aware
 from jmp_lite._src import trees
 from jmp_lite._src.flax import train_step
 from jmp_lite.linen import TrainState

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jmp_lite._src import compat
-from jmp_lite._src.memory import liveness
+from jmp_lite._src.memory import hlo, liveness
 
 HEAD = "HloModule m, is_scheduled=true\n\n"
 LOOP = """\
@@ -27,7 +27,7 @@ def at_peak(lines, before="", parameter_sizes=()):
     lines = "%p = f32[8]{0} parameter(0)", *lines
     body = "".join(f"  {line}\n" for line in lines)
     entry = "ENTRY %main (p: f32[8]) -> f32[8] {\n" + body + "}\n"
-    return liveness.at_peak(HEAD + before + entry, parameter_sizes)
+    return liveness.at_peak(hlo.parse(HEAD + before + entry), parameter_sizes)
 
 
 def total(lines, before=""):
@@ -137,5 +137,5 @@ def test_the_sum_is_what_xla_allocates(is_stacked):
     compiled = jax.jit(jax.grad(loss)).lower(*shapes).compile()
     text: Any = compiled.as_text()
     memory: Any = compiled.memory_analysis()
-    found = sum(row.bytes for row in liveness.at_peak(text))
+    found = sum(row.bytes for row in liveness.at_peak(hlo.parse(text)))
     assert found == pytest.approx(memory.temp_size_in_bytes, rel=0.1)

@@ -277,7 +277,6 @@ _TOOLS = {
 }
 
 
-# `advise` takes long here: two tests below, its dry runs share their programs.
 @pytest.mark.parametrize(
     ("tool", "most"),
     [

@@ -69,8 +69,12 @@ def test_the_headroom_is_kept_to_a_percent(headroom, share, dtype):
     assert rules(advice) == ({} if dtype == "f16" else {"layer": FULL})
 
 
-def test_the_range_of_bfloat16_has_no_end_that_matters():
-    advice = advise(model, "mixed_bfloat16")(W, X * np.float32(1e6))
+def test_the_end_of_bfloat16_is_that_of_float32():
+    def loss(w, x):
+        with jax.named_scope("layer"):
+            return jnp.mean(jnp.tanh(x @ w))
+
+    advice = advise(loss, "mixed_bfloat16")(W[0], X * np.float32(1e37))
     assert advice.policy == jmp.get_policy("mixed_bfloat16")
 
 

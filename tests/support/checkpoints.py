@@ -20,18 +20,14 @@ def names(folder: Path) -> list[str]:
 
 def contents(folder: Path) -> dict[str, bytes | str]:
     """Return all below a folder by path: the bytes of files, the targets of links."""
-    found = {}
-    for path in (folder, *sorted(folder.rglob("*"))):
-        is_file = path.is_file()
-        held = (
-            os.readlink(path)
-            if path.is_symlink()
-            else path.read_bytes()
-            if is_file
-            else ""
-        )
-        found[str(path.relative_to(folder))] = held
-    return found
+
+    def held(path):
+        if path.is_symlink():
+            return os.readlink(path)
+        return path.read_bytes() if path.is_file() else ""
+
+    paths = (folder, *sorted(folder.rglob("*")))
+    return {str(path.relative_to(folder)): held(path) for path in paths}
 
 
 def over_devices(*axes: Any, count: int = 8) -> NamedSharding:

@@ -210,22 +210,13 @@ def gradient_of_a_half_bias(b, w, x):
     return x @ w + b  # hazard: long-sum-in-half
 
 
-@in_bfloat16(bf16(8, 8), bf16(4, 8))
-def state_of_a_solver(w, y):
-    def step(y, _):
-        slope = jnp.tanh(y @ w).astype(F32)
-        new = y.astype(F32) + 0.01 * slope  # hazard: long-sum-in-half
-        return new.astype(BF16), None
-
-    return lax.scan(step, y, length=100)[0]
-
-
 @in_float16(f16(8, 8), f16(4, 8))
-def time_of_a_solver(w, y):
+def state_and_time_of_a_solver(w, y):
     def step(i, carry):
         y, t = carry
-        t = t + jnp.float16(0.01)  # hazard: long-sum-in-half
-        return jnp.tanh(y @ w + t), t
+        new = y.astype(F32) + 0.01 * jnp.tanh(y @ w + t)  # hazard: long-sum-in-half
+        t = t + F16(0.01)  # hazard: long-sum-in-half
+        return new.astype(F16), t
 
     return lax.fori_loop(0, 200, step, (y, jnp.zeros((), F16)))[0]
 
@@ -588,19 +579,15 @@ def products_in_fp8_and_those_that_cannot_be(x, w, attention, small):
     return x @ w, scores, small @ jnp.ones((200, 1024), x.dtype)
 
 
-@in_bfloat16(bf16(12, 8, 8), bf16(4, 8), f32(4, 8))
-def stream_of_a_few_layers_and_a_solver_in_float32(ws, x, y):
-    def step(y, _):
+@in_bfloat16(bf16(12, 8, 8), bf16(4, 8), f32(4, 8), bf16(500, 4, 8))
+def few_layers_a_solver_in_float32_and_a_recurrence(ws, x, y, xs):
+    def solve(y, _):
         return y + 0.01 * jnp.tanh(y.astype(BF16) @ ws[0]).astype(F32), None
 
-    stream = lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, ws)[0]
-    return stream, lax.scan(step, y, length=500)[0]
-
-
-@in_float16(f16(8, 8), f16(500, 4, 8))
-def recurrence_that_adds_its_input_alone(w, xs):
-    def step(h, x):
-        h = jnp.tanh(h @ w) + x
+    def recur(h, x):  # adds its input alone
+        h = jnp.tanh(h @ ws[0]) + x
         return h, h
 
-    return lax.scan(step, jnp.zeros((4, 8), F16), xs)[1]
+    stream = lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, ws)[0]
+    states = lax.scan(recur, jnp.zeros((4, 8), BF16), xs)[1]
+    return stream, lax.scan(solve, y, length=500)[0], states

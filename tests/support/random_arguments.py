@@ -132,26 +132,9 @@ WRONG = st.one_of(
         -2.0,
     ),
     of(math.nan, math.inf, -math.inf, 1e300, -1e300, 1e-320, 1j, complex(math.nan, 0)),
+    of("", *"x 8 half float16 f99 a/b ( [b]".split(), "\0", "\x1b[31m", "\n"),
     of(
-        "",
-        "x",
-        "8",
-        "half",
-        "float16",
-        "f99",
-        "a/b",
-        "(",
-        "[b]",
-        "\0",
-        "\x1b[31m",
-        "\n",
-    ),
-    of(
-        "mixed_float16",
-        "c=f16",
-        "c=",
-        "🙂",
-        "\ud800",
+        *"mixed_float16 c=f16 c= 🙂 \ud800".split(),
         b"",
         b"w",
         "x" * 3000,
@@ -317,6 +300,7 @@ def linen_state(tx: Any, params: Any, tree: Any, **options: Any) -> Any:
     )
 
 
+CALLED, STEPPED = (None, "p x"), (first_step, "params grads")
 HALF_MAP = jmp.PolicyMap("half", {"w": "full"})
 # A function, its arguments (as RIGHT has them; `name=` is a keyword), then what is done
 # with the result: it is called with other arguments.
@@ -354,10 +338,9 @@ CALLS: dict[str, tuple[Any, ...]] = {
         jmp.scaled_value_and_grad,
         "fun loss_scale=states argnums=argnums has_aux=has_aux "
         "value_and_grad=value_and_grad",
-        None,
-        "p x",
+        *CALLED,
     ),
-    "scaled_grad": (jmp.scaled_grad, "fun loss_scale=states", None, "p x"),
+    "scaled_grad": (jmp.scaled_grad, "fun loss_scale=states", *CALLED),
     "loss_scale_metrics": (jmp.loss_scale_metrics, "state grads=grads host=bool"),
     "check_skipped_steps": (
         jmp.check_skipped_steps,
@@ -366,44 +349,29 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "scale_aware": (
         jmp.scale_aware,
         "inner loss_scale axis_name=axis_name skip_nonfinite=bool",
-        first_step,
-        "params grads",
+        *STEPPED,
     ),
-    "master_weights": (
-        jmp.master_weights,
-        "inner storage=storage",
-        first_step,
-        "params grads",
-    ),
-    "stochastic_rounding": (
-        jmp.stochastic_rounding,
-        "inner key",
-        first_step,
-        "params grads",
-    ),
+    "master_weights": (jmp.master_weights, "inner storage=storage", *STEPPED),
+    "stochastic_rounding": (jmp.stochastic_rounding, "inner key", *STEPPED),
     "low_precision_state": (
         jmp.low_precision_state,
         "inner stored key=key rules=stored_rules min_size=count",
-        first_step,
-        "params grads",
+        *STEPPED,
     ),
     **{
         f"{name}.update": (update(tx, name), "grads params value")
         for name, tx in OPTIMISERS.items()
     },
-    "autocast": (
-        jmp.autocast,
-        "fun policy rules=rules half_results=maybe fp8_min_size=size recompute=maybe",
-        None,
-        "p x",
-    ),
-    "explain": (
-        jmp.explain,
-        "fun policy rules=rules half_results=maybe fp8_min_size=size recompute=maybe",
-        None,
-        "p x",
-    ),
-    "full_precision": (jmp.full_precision, "fun", None, "p x"),
+    **{
+        name: (
+            getattr(jmp, name),
+            "fun policy rules=rules half_results=maybe fp8_min_size=size "
+            "recompute=maybe",
+            *CALLED,
+        )
+        for name in ("autocast", "explain")
+    },
+    "full_precision": (jmp.full_precision, "fun", *CALLED),
     "in_half": (
         jmp.in_half,
         "fun except_=except",
@@ -431,22 +399,20 @@ CALLS: dict[str, tuple[Any, ...]] = {
         lambda stats: stats.table,
         "every=bool",
     ),
-    "lint": (num.lint, "fun policy target=target", None, "p x"),
-    "dry_run": (num.dry_run, "fun policy rules=rules half_results=maybe", None, "p x"),
+    "lint": (num.lint, "fun policy target=target", *CALLED),
+    "dry_run": (num.dry_run, "fun policy rules=rules half_results=maybe", *CALLED),
     "advise": (
         num.advise,
         "fun policy argnums=argnums has_aux=has_aux headroom=number previous=previous",
-        None,
-        "p x",
+        *CALLED,
     ),
-    "first_nonfinite": (num.first_nonfinite, "fun", None, "p x"),
-    "track_nonfinite": (num.track_nonfinite, "fun", None, "p x"),
-    "saved": (mem.saved, "fun", None, "p x"),
+    "first_nonfinite": (num.first_nonfinite, "fun", *CALLED),
+    "track_nonfinite": (num.track_nonfinite, "fun", *CALLED),
+    "saved": (mem.saved, "fun", *CALLED),
     "of_step": (
         mem.of_step,
         "fun device donate_argnums=donate devices=devices fits=fits classes=roles",
-        None,
-        "p x",
+        *CALLED,
     ),
     "compare": (
         mem.compare,

@@ -20,8 +20,9 @@ import jax
 import numpy as np
 import pytest
 
-from jmp_lite import OpRules, autocast
+from jmp_lite import autocast
 from jmp_lite._src.autocast.transform import NEEDS_VALUES
+from jmp_lite.ops import OpRules
 
 MODE = os.environ["THROUGH_AUTOCAST"]  # as_is, unchanged or bfloat16
 RULES = OpRules.only({}) if MODE == "unchanged" else None

@@ -1,4 +1,4 @@
-"""Counters of `scale_aware` in checkpoints of versions that saved each by itself."""
+"""Counters of `scale_aware` in checkpoints up to 0.2.0: each was saved by itself."""
 
 from typing import Any
 

@@ -14,13 +14,7 @@ import jax.numpy as jnp
 
 from jmp_lite._src import arguments, compat, dtypes, reports, trees
 from jmp_lite._src.autocast import half_calls
-from jmp_lite._src.policy import (
-    Policy,
-    PolicyMap,
-    first_match,
-    get_policy,
-    policies_of,
-)
+from jmp_lite._src.policy import Policy, PolicyMap, first_match, get_policy, policies_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,10 +173,9 @@ class ModulePolicies:
         `found` has the index of the first rule that applies, per path.
         """
         index = found[path]
-        if index is not None:
+        if index is not None and (outer is None or found[outer] != index):
             pattern, policy = self.policy.rules[index]
-            if outer is None or found[outer] != index:
-                return f"path {pattern!r}", policy
+            return f"path {pattern!r}", policy
         for cls, policy in self.classes:
             if issubclass(module_class, cls):
                 return f"class {cls.__name__}", policy

@@ -24,13 +24,10 @@ def source_line(eqn: Eqn, around: str = "") -> str:
     `around` it. JAX gives operations of custom derivative rules the line of the call.
     """
     frames = compat.user_frames(eqn.source_info.traceback)
-    files = [frame.file_name for frame in frames]
-    of_users = [i for i, file in enumerate(files) if not _is_in_library(file)]
-    if not of_users and (program := _program()):
-        of_users = [i for i, file in enumerate(files) if _package_of(file) == program]
-    if not of_users:
-        return around
-    return f"{files[of_users[0]]}:{frames[of_users[0]].start_line}"
+    found = next((x for x in frames if not _is_in_library(x.file_name)), None)
+    if found is None and (program := _program()):
+        found = next((x for x in frames if _package_of(x.file_name) == program), None)
+    return f"{found.file_name}:{found.start_line}" if found else around
 
 
 def is_of_user(error: BaseException) -> bool:

@@ -21,8 +21,6 @@ _COLOURS = {
     classes.BATCH: "#CC79A7",
     classes.OTHER: "#F0E442",
 }
-_COLUMNS = ("", "step", "fits", "peak", "temporaries", "GB moved", "kernels")
-_COLUMNS += ("bytes a parameter", "beaten by")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,30 +94,29 @@ class Comparison(reports.Report):
 
     def _table(self, every):
         numbers = {row.name: f"{i}" for i, row in enumerate(self.rows, 1)}
-        columns = {name: [] for name in _COLUMNS}
+        first, rows = self.rows[0].report, []
         for row in self.rows:
             report, beaten = row.report, self.beaten_by(row.name)
             more = ", …" if len(beaten) > 3 else ""
-            cells = (
-                numbers[row.name],
-                row.name,
-                {None: "", True: "yes", False: "no"}[report.fits],
-                reports.size(report.peak),
-                reports.size(report.temporaries),
-                f"{report.traffic / 1e9:.3g}",
-                f"{report.kernels}",
-                f"{report.bytes_a_parameter:.2f}",
-                ", ".join(numbers[name] for name in beaten[:3]) + more,
-            )
-            for column, cell in zip(columns.values(), cells, strict=True):
-                column.append(cell)
-        if not any(columns["fits"]):  # there is no limit
-            del columns["fits"]
+            cells = {
+                "": numbers[row.name],
+                "step": row.name,
+                "fits": "yes" if report.fits else "no",
+                "peak": reports.size(report.peak),
+                "temporaries": reports.size(report.temporaries),
+                "GB moved": f"{report.traffic / 1e9:.3g}",
+                "kernels": f"{report.kernels}",
+                "bytes a parameter": f"{report.bytes_a_parameter:.2f}",
+                "beaten by": ", ".join(numbers[name] for name in beaten[:3]) + more,
+            }
+            if first.limit is None:
+                del cells["fits"]
+            rows.append(cells)
         return reports.Table(
-            f"on {self.rows[0].report.device}, the least memory first",
-            tuple(columns),
-            list(zip(*columns.values(), strict=True)),
-            numbers=[name for name in columns if name not in ("step", "beaten by")],
+            f"on {first.device}, the least memory first",
+            tuple(rows[0]),
+            [tuple(cells.values()) for cells in rows],
+            numbers=rows[0].keys() - {"step", "beaten by"},
             caption="beaten: another needs less memory, and moves no more bytes",
         )
 

@@ -177,9 +177,9 @@ def _arrays(shape: str) -> tuple[Array, ...]:
     return tuple(found)
 
 
-def count(text: str) -> Counts:
-    """Count in the text of an optimised HLO module."""
-    program = parse(text)
+def count(text: str, instructions: Sequence[Instruction] = ()) -> Counts:
+    """Count in the text of an optimised HLO module, perhaps parsed already."""
+    program = instructions or parse(text)
     times, scheduled, loops_counted_once = _times(program)
     half_adders, traffic = _half_adders(program), _Traffic(program)
     found, moved, calls, products = (collections.Counter() for _ in range(4))
@@ -188,16 +188,14 @@ def count(text: str) -> Counts:
     pieces = set()
     for x in program:
         opcode = x.opcode.removesuffix("-start")
-        if opcode in _COLLECTIVES:
-            if (piece := _piece(x, fused)) not in pieces:
-                pieces.add(piece)
-                calls[opcode] += times[x.computation] or 1
-                for array in _left(x):
-                    size = array.bytes * (times[x.computation] or 1)
-                    moved[f"{opcode} {array.dtype}"] += size
-        elif x.computation in scheduled:
-            found["kernels"] += times[x.computation] * _is_kernel(x)
+        if opcode in _COLLECTIVES and (piece := _piece(x, fused)) not in pieces:
+            pieces.add(piece)
+            trips = times[x.computation] or 1
+            calls[opcode] += trips
+            for array in _left(x):
+                moved[f"{opcode} {array.dtype}"] += trips * array.bytes
         if x.computation in scheduled:
+            found["kernels"] += times[x.computation] * _is_kernel(x)
             found["traffic"] += times[x.computation] * traffic.of(x)
         if _PRODUCTS.search(x.line):
             products[" ".join(dtypes.get(y, "?") for y in x.operands[:2])] += 1
@@ -218,7 +216,7 @@ def count(text: str) -> Counts:
 
 
 def _times(
-    program: list[Instruction],
+    program: Sequence[Instruction],
 ) -> tuple[collections.Counter[str], set[str], int]:
     """Return by name how often each computation runs.
 
@@ -240,7 +238,7 @@ def _times(
     return times, scheduled, unknown
 
 
-def _half_adders(program: list[Instruction]) -> set[str]:
+def _half_adders(program: Sequence[Instruction]) -> set[str]:
     """Return the names of the computations that add numbers in half precision."""
     adds = {x.computation for x in program if x.opcode == "add"}
     half = {
@@ -263,7 +261,7 @@ def _is_free(x: Instruction) -> bool:
 
 
 def _is_kernel(x: Instruction) -> bool:
-    if _is_free(x) or x.opcode.endswith("-start"):
+    if _is_free(x) or x.opcode.endswith("-start") or x.opcode in _COLLECTIVES:
         return False
     is_opaque = x.opcode in ("fusion", "custom-call")
     return is_opaque or not all(a.is_scalar for a in x.arrays)
@@ -283,7 +281,7 @@ def _left(x: Instruction) -> Sequence[Array]:
 class _Traffic:
     """What instructions read and write, in bytes."""
 
-    def __init__(self, program: list[Instruction]):
+    def __init__(self, program: Sequence[Instruction]):
         self._by_name = {x.name: x for x in program}
         self._readers = collections.defaultdict(list)
         self._parameters: dict[tuple[str, int], Instruction] = {}

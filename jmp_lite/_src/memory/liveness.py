@@ -41,7 +41,7 @@ _INNER = re.compile(
 )
 
 
-GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
+KINDS = GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,14 +85,15 @@ class _Array:
         return kind, layer, operation or self.opcode, self.array.dtype
 
 
-def at_peak(text: str, parameter_sizes: Collection[int] = ()) -> tuple[LiveRow, ...]:
+def at_peak(
+    program: Iterable[hlo.Instruction], parameter_sizes: Collection[int] = ()
+) -> tuple[LiveRow, ...]:
     """Return what is at the peak of a scheduled program beside arguments and results.
 
-    The text is that of its HLO module; sizes are numbers of elements. The largest rows
-    are first.
+    Sizes are numbers of elements. The largest rows are first.
     """
     computations, entry = collections.defaultdict(list), ""
-    for x in hlo.parse(text):
+    for x in program:
         computations[x.computation].append(x)
         entry = x.computation if x.is_entry else entry
 

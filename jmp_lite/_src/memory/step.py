@@ -14,12 +14,6 @@ from jmp_lite._src.autocast.transform import check_function
 from jmp_lite._src.memory import classes as roles
 from jmp_lite._src.memory import devices as targets
 from jmp_lite._src.memory import hlo, liveness, program
-from jmp_lite._src.memory.liveness import (
-    ACTIVATIONS,
-    GRADIENTS,
-    TEMPORARIES,
-    LiveRow,
-)
 from jmp_lite._src.memory.saved import total
 from jmp_lite._src.reports import size
 
@@ -62,7 +56,7 @@ class StepReport(reports.Report):
     results: int
     donated: int
     temporaries: int
-    live: tuple[LiveRow, ...]
+    live: tuple[liveness.LiveRow, ...]
     traffic: int
     bytes_accessed: int
     flops: int
@@ -94,11 +88,11 @@ class StepReport(reports.Report):
         the memory of the others, as long as these are not computed.
         """
         found = {name: n for name, n in self.arguments.items() if n}
-        for kind in (GRADIENTS, ACTIVATIONS, TEMPORARIES):
+        for kind in liveness.KINDS:
             found[kind] = sum(row.bytes for row in self.live if row.kind == kind)
         rest = max(self.peak - sum(found.values()), 0)
         found[RESULTS] = min(rest, self.results)
-        found[TEMPORARIES] += rest - found[RESULTS]
+        found[liveness.TEMPORARIES] += rest - found[RESULTS]
         return found
 
     @property
@@ -239,7 +233,8 @@ def of_step(
             program.shard_bytes(x) // x.dtype.itemsize for x in parameters
         }
         memory = built.compiled.memory_analysis()
-        counts = hlo.count(built.text)._asdict()
+        instructions = hlo.parse(built.text)
+        counts = hlo.count(built.text, instructions)._asdict()
         here = f"this machine ({jax.devices()[0].device_kind})"
         return StepReport(
             device=target.title if target else here,
@@ -252,7 +247,7 @@ def of_step(
             results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
             donated=memory.alias_size_in_bytes,
             temporaries=memory.temp_size_in_bytes,
-            live=liveness.at_peak(built.text, parameter_sizes),
+            live=liveness.at_peak(instructions, parameter_sizes),
             traffic=counts["traffic"],
             bytes_accessed=int(compat.cost_analysis(built.compiled)["bytes accessed"]),
             flops=built.flops,

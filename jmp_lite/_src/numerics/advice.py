@@ -240,7 +240,7 @@ class _Turn:
 
 @dataclasses.dataclass
 class _Search:
-    """The search for a policy and a loss scale. `run` fills the last four fields."""
+    """The search for a policy and a loss scale. `run` fills the last three fields."""
 
     step_of: Callable[[float], Any]  # what a dry run runs, of the loss scale
     start: Policy | PolicyMap
@@ -265,9 +265,8 @@ class _Search:
         turn = self._turn(1.0, why)
         report = turn.measured.report
         self.unscaled.update((key, row.max_abs) for key, row in _keyed(report))
-        is_f16 = self.dtype == jnp.float16
-        if turn.fitting == 1.0 and is_f16:  # what is too large may not be scaled at all
-            turn = self._turn(2.0, why)
+        if turn.fitting == 1.0 and self.dtype == jnp.float16:
+            turn = self._turn(2.0, why)  # what is too large may not be scaled at all
         for _ in range(_ROUNDS - 1):
             # The backward pass repeats errors of the forward pass.
             named = [fault for fault in reversed(turn.faults) if fault.layer]
@@ -339,6 +338,7 @@ class _Search:
         fitting = _fitting_scale(gradients, scale, self.dtype)
         if self.previous:
             fitting = min(fitting, float(self.previous.loss_scale.loss_scale))
+        # Where bfloat16 ends, so does float32.
         headroom = self.headroom if self.dtype == jnp.float16 else 1.0
         # Faults of the backward pass count once the loss scale fits.
         faults = [

@@ -16,9 +16,21 @@ class Fault:
     """An operation that overflows or may, or is the first to lose accuracy."""
 
     row: OpStats
-    layer: str  # to keep in float32; "" if no layer is left
     dtype: str  # the half dtype
-    headroom: float = 1.0  # how many times larger its numbers may become
+    headroom: float  # how many times larger its numbers may become
+    layer: str = ""  # to keep in float32; "" if no layer is left
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether a half result of the forward pass may overflow in other batches."""
+        row = self.row
+        is_result = row.is_half and row.direction == "forward" and not row.is_operand
+        is_near = row.max_abs * self.headroom > self.largest
+        return is_result and is_near and not row.overflow
+
+    @property
+    def largest(self) -> float:
+        return float(jnp.finfo(self.dtype).max)
 
     def reason(self, in_fp8: bool = False) -> str:
         """Return why the layer must be in float32, or in half and not in fp8."""
@@ -34,14 +46,8 @@ class Fault:
 
     def left(self) -> str:
         """Return what is wrong although no layer is left, and how to repair it."""
-        begins = "May overflow" if self.is_near_the_end() else "Still wrong"
+        begins = "May overflow" if self.may_overflow else "Still wrong"
         return f"{begins}: {self._place()} {self.what()}. {self.remedy()}"
-
-    def is_near_the_end(self) -> bool:
-        """Return whether nothing is wrong yet."""
-        row, largest = self.row, float(jnp.finfo(self.dtype).max)
-        is_near = _is_near_the_end(row, self.headroom, largest)
-        return is_near and not row.overflow
 
     def remedy(self) -> str:
         """Return how to repair the operation without a layer."""
@@ -58,27 +64,20 @@ class Fault:
 
     def what(self, dtype: str = "") -> str:
         """Return what is wrong with the operation, in a dtype: its own by default."""
-        row, largest = self.row, float(jnp.finfo(self.dtype).max)
+        row, largest = self.row, self.largest
         dtype = dtype or (row.dtype if row.is_fp8 else self.dtype)
         reaches = f"reaches {row.max_abs:.3g}"
         if row.overflow and row.is_half:
             share = percent(row.overflow)
             return f"{reaches}, beyond {largest:.3g}, in {share} of its numbers"
-        if self.is_near_the_end():
-            return (
-                f"{reaches}, and {self.headroom:g} times that is beyond {largest:.3g}"
-            )
+        if self.may_overflow:
+            times = f"{self.headroom:g} times that"
+            return f"{reaches}, and {times} is beyond {largest:.3g}"
         if math.isinf(row.error):
             return f"is not finite in {dtype}; in float32 it {reaches}"
         is_large = row.error > 1
         size = f"{row.error:.2g} times its size" if is_large else percent(row.error)
         return f"has an error of {size} in {dtype}"
-
-
-def _is_near_the_end(row: OpStats, headroom: float, largest: float) -> bool:
-    """Return whether a half result of a forward pass may overflow in other batches."""
-    is_result = row.direction == "forward" and not row.is_operand
-    return is_result and row.is_half and row.max_abs * headroom > largest
 
 
 def find_faults(
@@ -90,15 +89,15 @@ def find_faults(
     as large.
     """
     limit = ROUNDINGS * float(jnp.finfo(report.dtype).eps)
-    largest = float(jnp.finfo(report.dtype).max)
     made = [r for r in report.rows if r.direction == "forward" and not r.is_operand]
     result = {row.layer: row for row in made}
     half_layers = {row.layer for row in report.rows if row.is_half}
 
-    def is_bad(row):
+    def is_fault(found: Fault) -> bool:
+        row = found.row
         if row.is_half and (row.overflow or math.isinf(row.added_error)):
             return True
-        if _is_near_the_end(row, headroom, largest):
+        if found.may_overflow:
             return True
         # An error that was large before this operation may go once that is repaired.
         if row.added_error <= limit or min(row.error, 1.0) - row.added_error > limit:
@@ -111,15 +110,17 @@ def find_faults(
         shows = row.cause is not None or row.layer in half_layers
         return is_forward and shows and result[row.layer].error > limit
 
-    def layer_of(row):
+    def with_layer(fault: Fault) -> Fault:
+        row = fault.row
         causes = [row.cause[0]] if row.cause else []
         own = [row.layer] if row.is_half or not causes else []
         # An overflow is a fault of the operation itself.
-        is_large = row.is_half and row.overflow
-        is_large = is_large or _is_near_the_end(row, headroom, largest)
+        is_large = row.is_half and row.overflow or fault.may_overflow
         suspects = own + causes if is_large else causes + own
-        return next((x for x in suspects if x and x not in in_float32), "")
+        layer = next((x for x in suspects if x and x not in in_float32), "")
+        return dataclasses.replace(fault, layer=layer)
 
-    bad = [row for row in report.worst(len(report.rows)) if is_bad(row)]
-    faults = [Fault(row, layer_of(row), report.dtype, headroom) for row in bad]
-    return sorted(faults, key=Fault.is_near_the_end)  # nothing is wrong with these yet
+    worst = report.worst(len(report.rows))
+    found = [Fault(row, report.dtype, headroom) for row in worst]
+    faults = map(with_layer, filter(is_fault, found))
+    return sorted(faults, key=lambda fault: fault.may_overflow)

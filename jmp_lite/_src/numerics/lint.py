@@ -20,12 +20,7 @@ from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.numerics.hazards import accuracy, constants, speed, train_steps
 from jmp_lite._src.numerics.hazards.graph import Value
 from jmp_lite._src.numerics.hazards.opening import list_values
-from jmp_lite._src.numerics.hazards.rule import (
-    Program,
-    Rule,
-    Severity,
-    policy_path,
-)
+from jmp_lite._src.numerics.hazards.rule import Program, Rule, Severity, policy_path
 from jmp_lite._src.policy import Policy, PolicyMap, policies_of
 
 RULES = tuple(
@@ -177,11 +172,12 @@ def lint(
             warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
             values = list_values(fun, args, kwargs, target)
         regions = Regions(policy)
-        regions.fit(map(policy_path, values))
+        paths = dict.fromkeys(map(policy_path, values))
+        regions.fit(paths)
+        for path in paths:  # so that the policy knows each
+            regions.at("", path)
         program = Program(values, regions, target)
         share = sum(program.left.values()) / max(program.total, 1)
-        for value in values:  # so that the policy knows each path
-            program.region_of(value)
         remedy = (
             " If with_policy gave nnx modules this map, pass its default here: "
             f"{str(policies_of(policy)[0])!r}."

@@ -50,12 +50,11 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
         try:
             new_updates, new_state = inner_update(updates, state, params, **extra)
         except (OverflowError, TypeError, ValueError) as error:
-            if _is_ours(error):
-                raise
-            check_leaves(updates, "gradients")
-            if not (why := _why_unlike(updates, state, params)):
-                raise
-            raise ValueError(f"{_LIKE_PARAMS}: {why}.") from error
+            if not _is_ours(error):
+                check_leaves(updates, "gradients")
+                if why := _why_unlike(updates, state, params):
+                    raise ValueError(f"{_LIKE_PARAMS}: {why}.") from error
+            raise
         if why := _other_shape(new_updates, params):
             raise ValueError(f"{_LIKE_PARAMS}: an update of {why}.")
         return new_updates, new_state
@@ -68,18 +67,17 @@ _LIKE_PARAMS = "Expected gradients like the parameters that `init` was given"
 
 def _why_unlike(grads: Any, state: Any, params: Any) -> str:
     """Return how gradients differ from parameters, or from each part of a state."""
-
-    def shapes(tree):
-        return jax.tree.structure(tree), tuple(map(np.shape, jax.tree.leaves(tree)))
-
-    structure, _ = own = shapes(grads)
-    parts = jax.tree.leaves(state, is_leaf=lambda x: jax.tree.structure(x) == structure)
-    # Integers are counters.
-    floats = filter(trees.is_inexact, jax.tree.leaves(state))
-    has_arrays = any(map(np.ndim, floats))
     if why := _other_shape(grads, params):
         return why
-    if not has_arrays or own in map(shapes, parts):
+
+    def shapes(tree):
+        return jax.tree.structure(tree), [*map(np.shape, jax.tree.leaves(tree))]
+
+    own = shapes(grads)
+    parts = jax.tree.leaves(state, is_leaf=lambda x: shapes(x) == own)
+    # Integers are counters.
+    floats = filter(trees.is_inexact, jax.tree.leaves(state))
+    if not any(map(np.ndim, floats)) or own in map(shapes, parts):
         return ""
     paths = trees.key_paths(grads)[:4]
     return f"no part of the optimiser's state has their shapes and structure, {paths}…"

@@ -48,9 +48,8 @@ def loss_scale_metrics(
     Returns:
       A dict of scalars, shape `[]`. It has `loss_scale` (f32), `last_finite` (bool),
       `skipped_steps`, `consecutive_skips` and `nonfinite_losses` (int32); with `grads`
-      also `grad_norm`
-      (f32), the 2-norm of the unscaled ones. Of several states, each name begins with
-      the key path of its state: `"generator/loss_scale"`.
+      also `grad_norm` (f32), the 2-norm of the unscaled ones. Of several states, each
+      name begins with the key path of its state: `"generator/loss_scale"`.
 
     Raises:
       ValueError: the state holds no `ScaleAwareState`, or several while `grads` is set.

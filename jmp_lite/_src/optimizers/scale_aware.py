@@ -227,7 +227,11 @@ def scale_aware(
         # XLA fuses the multiplication into both uses, so no copy is kept.
         # A NoOpLossScale leaves half gradients in half.
         grads = trees.cast_at_least_float32(loss_scale.unscale(updates))
-        if value is not None:
+        if value is None:  # no scale makes NaN, and a lower one can repair an inf
+            worst = trees.worst_number(grads)
+            grads_finite = worst == 0
+            loss_finite = value_finite & ~(_is_least(loss_scale) & (worst == 2))
+        else:
             is_pair = isinstance(value, list | tuple)
             array = None if is_pair else arguments.array(value)
             if array is None:
@@ -237,13 +241,8 @@ def scale_aware(
                     "(loss, aux), grads = ..."
                 )
             value = trees.cast_at_least_float32(array)
-            value_finite = value_finite & trees.all_finite(value)
-        if value is not None:
-            grads_finite, loss_finite = trees.all_finite(grads), value_finite
-        else:  # no scale makes NaN, and a lower one can repair an inf
-            worst = trees.worst_number(grads)
-            grads_finite = worst == 0
-            loss_finite = value_finite & ~(_is_least(loss_scale) & (worst == 2))
+            loss_finite = value_finite = value_finite & trees.all_finite(value)
+            grads_finite = trees.all_finite(grads)
         finite = grads_finite & value_finite
         if axis_name is not None:
             flags = finite, value_finite, loss_finite

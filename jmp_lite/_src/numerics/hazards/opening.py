@@ -139,7 +139,7 @@ class _Opener:
     def _results(self, at: Value) -> list[Value]:
         """Add the results of an operation."""
         outvars = at.eqn.outvars
-        is_one_of_each = primitives.facts(at.name) & _ONE_OF_EACH
+        is_one_of_each = at.facts & _ONE_OF_EACH
         ins = [at.ins] * len(outvars)
         if is_one_of_each and len(at.ins) == len(outvars):
             ins = [[operand] for operand in at.ins]

@@ -19,7 +19,8 @@ from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.primitives import PARTS, Fact
 from jmp_lite._src.numerics.hazards.graph import JOIN, Scaling, Value, uncast
 
-CLIPPED, UNSCALED = "clipped", "unscaled"
+CLIPPED = "gradients are clipped while they are scaled"
+UNSCALED = "gradients that the loss scale never reached are divided by it"
 
 # f(s * x) = s * f(x), of all operands together.
 _HOMOGENEOUS = Fact.LINEAR | Fact.LIMITS | Fact.SUMS | Fact.MOVES | Fact.JOINS

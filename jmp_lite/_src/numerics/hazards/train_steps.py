@@ -11,23 +11,31 @@ import jax.numpy as jnp
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards import graph
 from jmp_lite._src.numerics.hazards.graph import Value
-from jmp_lite._src.numerics.hazards.rule import Program, rule
+from jmp_lite._src.numerics.hazards.rule import Find, Program, rule
 from jmp_lite._src.numerics.hazards.scaling import CLIPPED, UNSCALED
 
 _INSIDE = "Put it inside: scale_aware(optax.chain(..., optimizer))."
 
 
-@rule(
+def _has(fault: str) -> Find:
+    return lambda value, _: fault if value.scaling.fault == fault else None
+
+
+_unscaled = rule(
     "unscaled-gradients",
     "error",
     "Updates are too small by the loss scale, also those of Adam, whose eps is "
     "then larger than the gradients.",
     "Use scaled_value_and_grad(loss_fn, loss_scale=opt_state), or differentiate "
     "loss_scale.scale(loss). Unscale once: scale_aware does.",
-)
-def _unscaled(value: Value, _: Program) -> str | None:
-    if value.scaling.fault == UNSCALED:
-        return "gradients that the loss scale never reached are divided by it"
+)(_has(UNSCALED))
+_clipped = rule(
+    "clipped-while-scaled",
+    "error",
+    "The limit is compared with gradients times the loss scale, and an overflow "
+    "may be hidden.",
+    _INSIDE,
+)(_has(CLIPPED))
 
 
 @rule(
@@ -46,18 +54,6 @@ def _float16_without_scale(value: Value, program: Program) -> str | None:
     is_lost = any(x.is_gradient and x.is_known and not x.is_scaled for x in half)
     if is_lost and program.updated and not program.is_scaled:
         return "gradients are float16, and no loss scale reaches them"
-
-
-@rule(
-    "clipped-while-scaled",
-    "error",
-    "The limit is compared with gradients times the loss scale, and an overflow "
-    "may be hidden.",
-    _INSIDE,
-)
-def _clipped(value: Value, _: Program) -> str | None:
-    if value.scaling.fault == CLIPPED:
-        return "gradients are clipped while they are scaled"
 
 
 @rule(
