@@ -127,3 +127,35 @@ def without_gradients(eqns: Sequence[Eqn]) -> set[Var]:
         if is_stopped or found.issuperset(variables(eqn.invars)):
             found.update(eqn.outvars)
     return found
+
+
+def summed_backward(eqns: Sequence[Eqn], constant: Set[Var]) -> list[Var]:
+    """Return the inputs of activations behind norms or biases.
+
+    Their gradients are read twice: to be summed, for statistics and biases, and after
+    that. To compute them twice costs more than to store them, so XLA does. That of a
+    root, a logarithm or a divisor may be out of range. What is `constant` has none.
+    """
+    steep: set[Var] = set()
+    for eqn in reversed(eqns):
+        is_sum = adds(eqn) and not steep.isdisjoint(eqn.outvars)
+        if is_sum or not is_polynomial(eqn, Fact.SATURATES):
+            steep.update(variables(eqn.invars))
+    summed: dict[Var, Var] = {}  # the result whose gradient is, of what made of it
+    found: dict[Var, None] = {}
+    largest = max(core.size(eqn.outvars[0]) for eqn in eqns)
+    for eqn in eqns:
+        size = core.size(eqn.outvars[0])
+        operands = [v for v in variables(eqn.invars) if v not in constant]
+        made_of = [summed[v] for v in operands if v in summed]
+        if chooses(eqn) or not is_polynomial(eqn):
+            large = (v for v in made_of if core.size(v) * 2 >= largest)
+            found.update((v, None) for v in filter(core.is_f32, large))
+        is_first = (
+            is_reduction(eqn)
+            or any(core.is_float(v) and core.size(v) < size for v in operands)
+            or len({*made_of}) > 1
+        )
+        for v in eqn.outvars if operands and (is_first or made_of) else ():
+            summed[v] = v if is_first else made_of[0]
+    return [v for v in found if v not in steep]

@@ -28,13 +28,13 @@ from jmp_lite._src import compat
 from jmp_lite._src.autocast import parts, rules, sums
 from jmp_lite._src.autocast.arithmetic import (
     adds,
-    chooses,
     compares,
     is_exact,
     is_polynomial,
     is_reduction,
     keeps_arrays,
     moves_in_order,
+    summed_backward,
     without_gradients,
 )
 from jmp_lite._src.autocast.digits import Structure, Use
@@ -111,7 +111,6 @@ class _Search:
             bool(eqn.effects) or any(uses.get(v, 0) for v in eqn.outvars)
             for eqn in self.eqns
         ]
-        self.constant = without_gradients(self.eqns)
         self.differentiated = sums.find_differentiated(jaxpr)
         # What is computed from products, and not from parameters alone.
         self.computed = {v for v in jaxpr.invars if held[v] not in (INPUT, OTHER)}
@@ -130,6 +129,7 @@ class _Search:
         self.cut: set[Var] = set()
 
     def run(self, in_half: Callable[[int], EqnPlan]) -> Arranged:
+        constant = without_gradients(self.eqns)
         self._find_levels()
         self.cut = self._stored_sums()
         if self.cut:
@@ -147,7 +147,9 @@ class _Search:
         plans = [self._with_dtypes(i, half) for i in range(len(self.eqns))]
         for i, bounded in self._bounded(half).items():
             plans[i] = dataclasses.replace(plans[i], bounded=bounded)
-        rounded = set().union(*map(self._rounded_backward, groups))
+        of_groups = ([self.eqns[i] for i in group] for group in groups)
+        rounded = {v for eqns in of_groups for v in summed_backward(eqns, constant)}
+        rounded = {v for v in rounded if not self.uses[v] & Use.DIGITS}
         found = (self._segment(g, half) for g in segments if self._is_costly(g))
         segments = [segment for segment in found if segment is not None]
         written = {v for segment in segments for v in segment.writes}
@@ -479,45 +481,6 @@ class _Search:
         if not (is_linear or is_multiple or is_exact(eqn)):
             return False
         return all(map(self._is_sum, filter(self._is_inner, variables(eqn.invars))))
-
-    def _rounded_backward(self, group: Sequence[int]) -> list[Var]:
-        """Return the inputs of activations behind norms or biases.
-
-        Their gradients are read twice: to be summed, for statistics and biases, and
-        after that. To compute them twice costs more than to store them, so XLA does.
-        That of a root, a logarithm or a divisor may be out of range.
-        """
-        steep: set[Var] = set()
-        for i in reversed(group):
-            eqn = self.eqns[i]
-            is_sum = adds(eqn) and not steep.isdisjoint(eqn.outvars)
-            if is_sum or not is_polynomial(eqn, Fact.SATURATES):
-                steep.update(variables(eqn.invars))
-        summed: dict[Var, Var] = {}  # the result whose gradient is, of what made of it
-        found: dict[Var, None] = {}
-        largest = max(core.size(self.eqns[i].outvars[0]) for i in group)
-        for i in group:
-            eqn = self.eqns[i]
-            size = core.size(eqn.outvars[0])
-            operands = [v for v in variables(eqn.invars) if v not in self.constant]
-            made_of = [summed[v] for v in operands if v in summed]
-            if chooses(eqn) or not is_polynomial(eqn):
-                found.update(
-                    (v, None)
-                    for v in made_of
-                    if core.size(v) * 2 >= largest
-                    if core.is_f32(v)
-                    and not self.uses[v] & Use.DIGITS
-                    and v not in steep
-                )
-            is_first = (
-                is_reduction(eqn)
-                or any(core.is_float(v) and core.size(v) < size for v in operands)
-                or len({*made_of}) > 1
-            )
-            for v in eqn.outvars if operands and (is_first or made_of) else ():
-                summed[v] = v if is_first else made_of[0]
-        return list(found)
 
     def _is_costly(self, group: Sequence[int]) -> bool:
         """Return whether to compute equations again spares arrays."""
