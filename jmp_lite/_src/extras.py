@@ -38,8 +38,9 @@ NAMESPACES = (
     "trees",
 )
 
-# Module -> where its names of 0.2 are now: what is private, by its names.
-_MOVED: dict[str, dict[str, Any]] = {
+# Module of 0.2 -> the modules that names of it have moved to, with these names. None
+# stands for all that a module exports; other names are private now.
+_MOVED: dict[str, dict[str, tuple[str, ...] | None]] = {
     "jmp_lite": {"ops": None, "states": None, "trees": None},
     "jmp_lite.memory": {
         "_src.memory.compare": ("Compared",),

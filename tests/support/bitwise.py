@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Compiler options with which each operation rounds once, in any program, so that equal
+# Compiler options with which an operation rounds once in most programs, so that equal
 # means equal. Optimised, XLA rounds `b1 * m + g` once or twice, and to half or not, by
-# what it fuses around it: where terms cancel that shows as tens of ULP.
+# what it fuses around it: where terms cancel that shows as tens of ULP. A test of a
+# program that still differs by that runs it operation by operation, without `jit`.
 UNOPTIMISED: dict[str, Any] = {"xla_backend_optimization_level": 0}
 if "--xla_cpu_use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", ""):
     UNOPTIMISED["xla_cpu_use_fusion_emitters"] = True  # as conftest.py has it off

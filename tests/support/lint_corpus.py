@@ -211,14 +211,15 @@ def gradient_of_a_half_bias(b, w, x):
 
 
 @in_float16(f16(8, 8), f16(4, 8))
+@in_bfloat16(bf16(8, 8), bf16(4, 8))
 def state_and_time_of_a_solver(w, y):
     def step(i, carry):
         y, t = carry
         new = y.astype(F32) + 0.01 * jnp.tanh(y @ w + t)  # hazard: long-sum-in-half
-        t = t + F16(0.01)  # hazard: long-sum-in-half
-        return new.astype(F16), t
+        t = t + y.dtype.type(0.01)  # hazard: long-sum-in-half
+        return new.astype(y.dtype), t
 
-    return lax.fori_loop(0, 200, step, (y, jnp.zeros((), F16)))[0]
+    return lax.fori_loop(0, 100, step, (y, jnp.zeros((), y.dtype)))[0]
 
 
 @in_bfloat16(f32(8, 8), bf16(200, 4, 8), under=total)
@@ -579,15 +580,16 @@ def products_in_fp8_and_those_that_cannot_be(x, w, attention, small):
     return x @ w, scores, small @ jnp.ones((200, 1024), x.dtype)
 
 
+@in_float16(f16(12, 8, 8), f16(4, 8), f32(4, 8), f16(500, 4, 8))
 @in_bfloat16(bf16(12, 8, 8), bf16(4, 8), f32(4, 8), bf16(500, 4, 8))
 def few_layers_a_solver_in_float32_and_a_recurrence(ws, x, y, xs):
     def solve(y, _):
-        return y + 0.01 * jnp.tanh(y.astype(BF16) @ ws[0]).astype(F32), None
+        return y + 0.01 * jnp.tanh(y.astype(x.dtype) @ ws[0]).astype(F32), None
 
     def recur(h, x):  # adds its input alone
         h = jnp.tanh(h @ ws[0]) + x
         return h, h
 
     stream = lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, ws)[0]
-    states = lax.scan(recur, jnp.zeros((4, 8), BF16), xs)[1]
+    states = lax.scan(recur, jnp.zeros_like(x), xs)[1]
     return stream, lax.scan(solve, y, length=500)[0], states

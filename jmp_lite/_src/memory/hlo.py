@@ -178,7 +178,7 @@ def _arrays(shape: str) -> tuple[Array, ...]:
 
 
 def count(text: str, instructions: Sequence[Instruction] = ()) -> Counts:
-    """Count in the text of an optimised HLO module, perhaps parsed already."""
+    """Count in the text of an optimised HLO module, and its `instructions` if known."""
     program = instructions or parse(text)
     times, scheduled, loops_counted_once = _times(program)
     half_adders, traffic = _half_adders(program), _Traffic(program)

@@ -30,6 +30,7 @@ class Fault:
 
     @property
     def largest(self) -> float:
+        """The largest number of the half dtype."""
         return float(jnp.finfo(self.dtype).max)
 
     def reason(self, in_fp8: bool = False) -> str:

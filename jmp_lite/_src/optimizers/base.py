@@ -192,9 +192,12 @@ def check_gradients(grads: optax.Updates, params: optax.Params | None) -> None:
 
 
 def check_params(params: Any, stored: Any) -> None:
-    """Raise unless parameters are like those that a state has stored."""
-    names = "the parameters", "the state"
-    difference = trees.first_difference(params, stored, names)
+    """Raise unless parameters are like those that a state has stored.
+
+    What is None in the state matches anything, as in `check_gradients`.
+    """
+    names = "the state", "the parameters"
+    difference = trees.first_difference(stored, params, names)
     difference = difference or _other_shape(params, stored)
     if difference:
         raise ValueError(
