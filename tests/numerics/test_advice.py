@@ -307,6 +307,20 @@ def test_attention_with_norms_stays_in_half(policy):
     assert advice.left == ()
 
 
+def test_a_masked_softmax_stays_in_half():
+    """Its mask is beyond float16, and no one stores it."""
+
+    def loss(w, x):
+        with jax.named_scope("attention"):
+            logits = (x @ w) @ (x @ w).T / 10
+            logits = jnp.where(jnp.tril(jnp.ones_like(logits)), logits, -1e9)
+            return jnp.mean(jnp.square(jax.nn.softmax(logits) @ (x @ w) @ w))
+
+    advice = advise(loss, "mixed_float16")(jnp.eye(8), X)
+    assert patterns(advice) == []
+    assert not any(row.overflow for row in advice.report.rows if row.is_half)
+
+
 def test_the_rules_of_the_start_stay_behind_those_that_are_new():
     start = jmp.PolicyMap("mixed_float16", {"last": "full"})
     advice = advise(overflowing, start)(PARAMS, X, Y)

@@ -276,22 +276,26 @@ class _Search:
             return False
         if var not in self.returned and all(self._runs_beside(var, r) for r in readers):
             return False
+        if self._is_of_softmax(var):
+            return False
         if self.held[var] == HALF or use & Use.DTYPE == Use.HALF:
             return True
         is_read = var not in self.returned
         return is_read and all(self._reads_half(r, var) for r in readers)
 
-    def _runs_beside(self, var: Var, reader: int) -> bool:
-        """Return whether arithmetic reads a value as soon as it is made.
+    def _is_of_softmax(self, var: Var) -> bool:
+        """Return whether a softmax reads a value that no segment makes again.
 
-        So does a softmax, of what is not made in a segment that runs again.
+        It reads what is not rounded. XLA makes it again for others that read it.
         """
-        maker = self.made_by.get(var)
-        if maker is None or not self.is_inside[maker]:
+        is_again = self.made_by.get(var) in self.in_segments
+        return not is_again and any(map(self._is_softmax, self.readers[var]))
+
+    def _runs_beside(self, var: Var, reader: int) -> bool:
+        """Return whether arithmetic reads a value as soon as it is made."""
+        if not self._is_made_inside(var) or not self.is_inside[reader]:
             return False
-        if isinstance(self.plans[reader].rule, rules.Softmax):
-            return maker not in self.in_segments
-        return self.is_inside[reader] and self.level[maker] == self.level[reader]
+        return self.level[self.made_by[var]] == self.level[reader]
 
     def _reads_half(self, reader: int, var: Var) -> bool:
         plan = self.plans[reader]
