@@ -8,7 +8,7 @@ float32: see `sums`.
 
 import functools
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_lite._src import compat, dtypes
-from jmp_lite._src.autocast import arithmetic, half_calls, saving, sums
+from jmp_lite._src import compat
+from jmp_lite._src.autocast import arithmetic, half_calls, loops, saving, sums
 from jmp_lite._src.autocast.digits import Use
 from jmp_lite._src.autocast.storage import (
     HALF,
@@ -270,10 +270,24 @@ class Emitter:
 
     def run(self, plan: Plan, half_out: tuple[bool, ...], *args: Any) -> list[Any]:
         """Return the outputs of a jaxpr, in half where `half_out` says so."""
+        return self._run(plan, half_out, args, {})[0]
+
+    def _run(
+        self,
+        plan: Plan,
+        half_out: tuple[bool, ...],
+        args: Sequence[Any],
+        shared: Mapping[int, loops.Shared],
+    ) -> tuple[list[Any], dict[int, Any]]:
+        """Return what `run` does, and what products multiply shared weights by."""
+        factors: dict[int, Any] = {}
         values = Values(self.half_dtype, plan.reads, plan.read_again)
         values.write(plan.jaxpr.constvars, plan.consts)
         values.write(plan.jaxpr.invars, args)
         for step in plan.steps or range(len(plan.eqn_plans)):
+            if isinstance(step, Part) and step.product in shared:
+                self._run_before(step, plan, values)
+                step = step.product
             if isinstance(step, Segment):
                 first, args = plan.jaxpr.eqns[step.eqns[0]], (step, plan, values)
                 outs = binding.in_mesh(first, self._run_segment, *args)
@@ -285,6 +299,12 @@ class Emitter:
                 values.write(product.outvars, outs)
                 continue
             eqn, of_eqn = plan.jaxpr.eqns[step], plan.eqn_plans[step]
+            if step in shared:
+                read = values.read(eqn.invars, (True, True))
+                factors[step] = read[1 - shared[step].side]
+                args = eqn, of_eqn, read, shared[step], self.half_dtype
+                values.write(eqn.outvars, [loops.multiply(*args)])
+                continue
             results = self.run_eqn(eqn, of_eqn, values)
             if of_eqn.rule.is_arithmetic:
                 results = [
@@ -294,7 +314,7 @@ class Emitter:
                     for v, x in zip(eqn.outvars, results, strict=True)
                 ]
             values.write_results(eqn, of_eqn, results)
-        return values.read(plan.jaxpr.outvars, half_out)
+        return values.read(plan.jaxpr.outvars, half_out), factors
 
     def _run_part(self, part: Part, plan: Plan, values: Values) -> Sequence[jax.Array]:
         """Return the result of a product that the backward pass runs again."""
@@ -459,31 +479,16 @@ class Emitter:
     def _scan(
         self, eqn: Eqn, plan: EqnPlan, values: Values, operands: Sequence[Any]
     ) -> Sequence[Any]:
-        """Run a scan; the gradients of what its iterations share are summed in float32.
-
-        They are summed in the dtype that a constant of the loop has: so a half one is
-        differentiated as a cast inside of the loop.
-        """
-        num_consts, num_carry = compat.scan_counts(eqn.params) or (0, 0)
-        consts, rest = operands[:num_consts], operands[num_consts:]
-        in_f32 = {
-            i: values.in_f32(eqn.invars[i])
-            for i, x in enumerate(consts)
-            if dtypes.is_half(jax.typeof(x).dtype)
-        }
+        """Run a scan; sums of gradients over its iterations are float32."""
         (body,) = plan.bodies
-
-        def step(carry, xs):
-            read = [
-                sums.differentiate_as(x, in_f32[i]) if i in in_f32 else x
-                for i, x in enumerate(consts)
-            ]
-            outs = self.run(body, plan.half_out, *read, *carry, *xs)
-            return outs[:num_carry], outs[num_carry:]
-
-        carry, xs = rest[:num_carry], rest[num_carry:]
-        carry, ys = control_flow.scan_as(eqn, step, carry, xs)
-        return [*carry, *ys]
+        return loops.scan(
+            eqn,
+            body,
+            functools.partial(self._run, body, plan.half_out),
+            operands,
+            lambda i: values.in_f32(eqn.invars[i]),
+            self.half_dtype,
+        )
 
     def _body(self, plan: Plan, half_out: tuple[bool, ...]) -> control_flow.Body:
         def fun(*args):

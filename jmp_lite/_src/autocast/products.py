@@ -312,6 +312,19 @@ _product = new_primitives.new_primitive(
 )
 
 
+def of_each(
+    eqn: Eqn, operand: int, x: jax.Array, others: jax.Array, half_dtype: Any
+) -> jax.Array:
+    """Return products of `x`, as this operand, with each of the others, in half.
+
+    The gradient of `x` is one product, of the float32 accumulator.
+    """
+    pairs = [(x, None), (others, 0)]
+    operands, axes = zip(*(pairs if operand == 0 else pairs[::-1]), strict=True)
+    how = _How(eqn, half_dtype, half_result=True)
+    return _multiply(operands, how, (axes,))
+
+
 # Softmax.
 #
 # The probabilities of attention are computed in float32, and half where the next
