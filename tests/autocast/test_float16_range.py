@@ -361,11 +361,11 @@ def test_gradients_are_finite_without_deviation_and_not_of_infinities(factor):
 
 
 def test_what_a_segment_casts_is_in_the_scope_of_what_made_it():
-    def loss(w, v):
+    def loss(w, v, x):
         with jax.named_scope("block"):
-            return jnp.mean(jax.nn.gelu(X @ w) @ v * WEIGHTS)
+            return jnp.mean(jax.nn.gelu(x @ w) @ v * WEIGHTS)
 
-    jaxpr = jaxprs.trace(autocast(loss, "mixed_float16"), W, V)
+    jaxpr = jaxprs.trace(autocast(loss, "mixed_float16"), W, V, X)
     casts = [x for x in jaxpr.eqns if x.primitive.name == "convert_element_type"]
     assert len(casts) >= 3
     assert all("block" in str(eqn.source_info.name_stack) for eqn in casts)
@@ -512,7 +512,7 @@ def test_a_carry_that_is_kept_in_half_is_as_good_as_one_in_half_by_hand(far):
 
         return loss
 
-    check(make, "bfloat16", jnp.ones(N), most=1.0)
+    check(make, "bfloat16", jnp.ones(N), most=1.25)
 
 
 @IN_HALVES
