@@ -1,10 +1,12 @@
-"""What a function returns beside arrays of numbers, under autocast as without."""
+"""What a function returns beside arrays of numbers, and what no one reads of it."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import uniform
+from arrays import error, uniform
 from jax import lax
 
 from jmp_lite import autocast, sums_in_float32
@@ -73,3 +75,36 @@ def test_a_gather_without_indices(jit):
     )
     found = jit(jax.grad(half_copies))(W, X)
     np.testing.assert_allclose(found, expected, rtol=0.05)
+
+
+def _two(x):
+    h = jnp.tanh(x @ W)
+    return h @ W, 1 - h * h
+
+
+_with_rule = jax.custom_jvp(_two)
+_with_rule.defjvp(functools.partial(jax.jvp, _two))
+
+CALLS = {
+    "jit": jax.jit(_two),
+    "jit of jit": jax.jit(lambda x: jax.jit(_two)(x)),
+    "checkpoint": jax.checkpoint(_two),
+    "custom_jvp": _with_rule,
+    "cond": lambda x: lax.cond(x[0, 0] > 0, _two, _two, x),
+    "switch": lambda x: lax.switch(jnp.int32(x[0, 0]), [_two, _two], x),
+    "scan": lambda x: lax.scan(lambda h, _: _two(h)[::-1], x, length=2),
+    "fori_loop": lambda x: lax.fori_loop(0, 2, lambda _, hs: _two(hs[1]), (x, x)),
+}
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("read", [0, 1])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_result_of_a_call_that_no_one_reads(name, read, policy, recompute):
+    def loss(x):
+        return jnp.sum(jnp.tanh(CALLS[name](x @ W)[read] @ W))
+
+    low = autocast(loss, policy, recompute=recompute)
+    expected, found = (jax.value_and_grad(fun)(X) for fun in (loss, low))
+    assert all(error(x, y) < 2e-2 for x, y in zip(found, expected, strict=True))

@@ -106,11 +106,8 @@ class _Search:
         self.keeps_half = is_in_loop and keeps_half
         self.made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.readers: dict[Var, list[int]] = defaultdict(list)
-        # What nothing reads does not run.
-        self.is_alive = [
-            bool(eqn.effects) or any(uses.get(v, 0) for v in eqn.outvars)
-            for eqn in self.eqns
-        ]
+        self.returned = set(variables(jaxpr.outvars))
+        self.is_alive = self._find_alive()
         self.differentiated = sums.find_differentiated(jaxpr)
         # What is computed from products, and not from parameters alone.
         self.computed = {v for v in jaxpr.invars if held[v] not in (INPUT, OTHER)}
@@ -122,7 +119,6 @@ class _Search:
                 self.computed.update(eqn.outvars)
             for v in operands if self.is_alive[i] else ():
                 self.readers[v].append(i)
-        self.returned = set(variables(jaxpr.outvars))
         self.level = [0] * len(self.eqns)
         self.is_inside = [False] * len(self.eqns)
         # Sums that are stored: what reads them is of another segment.
@@ -159,6 +155,15 @@ class _Search:
                 plans[i] = dataclasses.replace(plan, rule=rule)
         steps, read_again = self._steps(segments, plans), self._read_again(half)
         return Arranged(half, plans, steps, rounded, read_again)
+
+    def _find_alive(self) -> list[bool]:
+        """Return which equations run: not those whose results nothing reads."""
+        needed, is_alive = set(self.returned), [False] * len(self.eqns)
+        for i, eqn in reversed([*enumerate(self.eqns)]):
+            is_alive[i] = bool(eqn.effects) or not needed.isdisjoint(eqn.outvars)
+            if is_alive[i]:
+                needed.update(variables(self.plans[i].rule.operands(eqn)))
+        return is_alive
 
     def _find_levels(self) -> None:
         """Find which equations are in segments, and the level of each."""
