@@ -105,9 +105,9 @@ def test_the_run_of_the_policy_is_that_of_autocast(
         for xs in (low, expected, full, plain)
     )
     if "dry_run" not in program.without:
-        # Of the same bits, unless XLA sums in float32 in another order where it fuses, so
-        # that a sum between two half numbers may be rounded to the other one. An array
-        # that is rounded elsewhere would be a larger error.
+        # Of the same bits, unless XLA sums in float32 in another order where it fuses:
+        # a sum between two half numbers may be rounded to the other one. An array that
+        # is rounded elsewhere would be a larger error.
         assert relative_error(low, expected) < 2e-5
     assert relative_error(full, plain) < 1e-5
     assert report.rows
