@@ -536,3 +536,29 @@ def test_a_loop_whose_carry_is_far_from_zero_keeps_its_distance_from_it(policy, 
     found = jax.jit(jax.grad(autocast(loss, policy)))(weights)
     by_hand = jax.grad(functools.partial(loss, dtype=half))(weights)
     assert error(found, exact) < 1.5 * error(by_hand, exact)
+
+
+@IN_HALVES
+@pytest.mark.parametrize(("large", "small"), [(1e5, 1e-5), (1e-10, 1e9), (1e-5, 1e5)])
+def test_a_loop_carries_what_is_beyond_float16(large, small, policy):
+    def loss(w):
+        def step(h, x):
+            h = h + large * (x @ w)
+            return h, jnp.tanh(small * h).mean()
+
+        return lax.scan(step, jnp.zeros((8, N)), abs(X[:4, :8]))[1].sum()
+
+    found = jax.grad(autocast(loss, policy))(W)
+    assert error(found, jax.grad(loss)(W)) < 1e-2
+
+
+@IN_HALVES
+def test_a_loop_carries_a_number(policy):
+    def loss(w):
+        def step(total, x):
+            return total + jnp.tanh(w @ x), None
+
+        return lax.scan(step, 0.0, X[0])[0]
+
+    for fun in (autocast(jax.grad(loss), policy), jax.grad(autocast(loss, policy))):
+        assert error(fun(W[0]), jax.grad(loss)(W[0])) < 2e-2

@@ -277,3 +277,15 @@ def test_forward_mode_without_a_tangent_of_the_weight_keeps_no_iteration() -> No
         return memory.temp_size_in_bytes
 
     assert bytes_of(512) < 2 * bytes_of(8)
+
+
+def test_a_product_that_no_one_reads_shares_no_weight() -> None:
+    def loss(w, xs):
+        def step(h, x):
+            dead = h @ w  # noqa: F841
+            return plain(w, h, x), None
+
+        return jnp.mean(lax.scan(step, xs[0], xs)[0] ** 2)
+
+    found = jax.grad(autocast(loss, POLICIES["bf16"]))(W, XS)
+    assert error(found, jax.grad(loss)(W, XS)) < 1e-2

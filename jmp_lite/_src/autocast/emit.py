@@ -367,15 +367,17 @@ class Emitter:
         key = _structure(*args), is_in_loop, tuple(map(jax.typeof, operands))
 
         def run_again(*operands):
+            leaves, tree = jax.tree.flatten(operands)
             if key not in self._segments:
 
-                def compute(*operands):
+                def compute(*leaves):
+                    operands = jax.tree.unflatten(tree, leaves)
                     return _compute(*args, *operands)[0]
 
-                self._segments[key] = jax.make_jaxpr(compute)(*operands)
+                self._segments[key] = jax.make_jaxpr(compute)(*leaves)
             return compat.checkpoint(
                 self._segments[key],
-                jax.tree.leaves(operands),
+                leaves,
                 prevent_cse=not is_in_loop,  # XLA does not see through its residuals
                 policy=policy,
             )
@@ -385,23 +387,11 @@ class Emitter:
                 return run_again(operands)
             outs, totals = _compute(*args, [*map(sums.without_derivative, operands)])
             kept = [
-                self._kept(x) if is_kept else x
+                saving.Kept.of(x, self.half_dtype) if is_kept else x
                 for x, is_kept in zip(operands, segment.kept, strict=True)
             ]
             expressions = run_again(kept, totals)
             return list(map(sums.differentiate_as, outs, expressions))
-
-    def _kept(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return what a loop keeps of a float32 array: in half, and a number per row.
-
-        That is the mean of a row that is far from zero, or 0: rounded as it is, such a
-        row, less its mean, would be rounding error.
-        """
-        value = sums.without_derivative(x)
-        mean = jnp.mean(value, -1, keepdims=True)
-        is_far = jnp.abs(mean) > 8 * jnp.std(value, -1, keepdims=True)
-        far = jnp.where(is_far & lax.is_finite(mean), mean, 0)
-        return sums.differentiate_as(_cast(value - far, self.half_dtype), x), far
 
     def _compute(
         self, segment: Segment, plan: Plan, values: Values
@@ -532,9 +522,9 @@ def _structure(
 
 
 def _read(var: Var, x: Any) -> Any:
-    """Return what a segment reads, in float32 if it is; of a pair, the sum."""
-    if isinstance(x, tuple):
-        return sums.read_stored(x[0]) + x[1]
+    """Return what a segment reads, in float32 if it is."""
+    if isinstance(x, saving.Kept):
+        return x.read()
     return sums.read_stored(x) if core.is_f32(var) and x.dtype != F32 else x
 
 

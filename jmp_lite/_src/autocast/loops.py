@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite._src import compat, dtypes
 from jmp_lite._src.autocast import products, sums
-from jmp_lite._src.autocast.storage import Direction, EqnPlan, Plan
+from jmp_lite._src.autocast.storage import Direction, EqnPlan, Part, Plan
 from jmp_lite._src.jaxprs import binding, control_flow, core
 from jmp_lite._src.jaxprs.core import Eqn, Var
 
@@ -53,15 +53,16 @@ def find_shared(eqn: Eqn, body: Plan) -> dict[int, Shared]:
     num_consts, _ = compat.scan_counts(eqn.params) or (0, 0)
     positions = {v: i for i, v in enumerate(body.jaxpr.invars[:num_consts])}
     kept = set(core.variables(body.jaxpr.outvars))  # and what others read, too
+    runs = {x.product if isinstance(x, Part) else x for x in body.steps}
     found = {}
     for index, reader in enumerate(body.jaxpr.eqns):
         for side, var in enumerate(reader.invars):
             if compat.is_literal(var) or var not in positions:
                 continue
-            if _is_shared(var, reader, body.eqn_plans[index]):
-                found[index] = Shared(positions[var], side)
-            else:
+            if not _is_shared(var, reader, body.eqn_plans[index]):
                 kept.add(var)
+            elif index in runs or not body.steps:
+                found[index] = Shared(positions[var], side)
     others = {positions[v] for v in kept if v in positions}
     return {i: of for i, of in found.items() if of.weight not in others}
 

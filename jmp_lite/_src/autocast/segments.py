@@ -101,7 +101,9 @@ class _Search:
         keeps_half,
     ):
         self.jaxpr, self.eqns, self.plans = jaxpr, jaxpr.eqns, list(plans)
-        self.held, self.uses, self.structure = held, uses, structure
+        self.held, self.structure = held, structure
+        # What is returned has no use if the caller does not read it.
+        self.uses = defaultdict(int, uses)
         self.has_segments, self.is_in_loop = has_segments, is_in_loop
         self.keeps_half = is_in_loop and keeps_half
         self.made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
@@ -276,7 +278,7 @@ class _Search:
         return maker is not None and self.is_inside[maker]
 
     def _is_stored_in_half(self, var: Var) -> bool:
-        use, readers = self.uses.get(var, 0), self._outside(var)
+        use, readers = self.uses[var], self._outside(var)
         if use & (Use.DIGITS | Use.RETURNED) or not core.is_f32(var):
             return False
         if var not in self.returned and all(self._runs_beside(var, r) for r in readers):
@@ -532,6 +534,7 @@ class _Search:
                 and v not in half
                 # A loop keeps each of them as often as it runs.
                 and core.is_f32(v)
+                and len(v.aval.shape) > 0
                 and core.size(v) * 2 >= size
                 for v in reads
             ),
