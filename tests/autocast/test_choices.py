@@ -18,6 +18,7 @@ from jaxprs import dtypes_of_products
 
 from jmp_lite import PolicyMap, autocast, explain, full_precision
 
+CAST = "convert_element_type"
 BF16 = POLICIES["bf16"]
 W, X = weight(0, 8, 8), normal(1, 4, 8)
 
@@ -366,3 +367,26 @@ ANSWERS = {
 @pytest.mark.parametrize("name", ANSWERS)
 def test_what_decides_more_than_a_choice_stays_float32(name):
     assert results_of_products(lambda w, x: ANSWERS[name](x @ w))[0] == "f32"
+
+
+@IN_HALVES
+@pytest.mark.parametrize("place", [lambda fun: fun, jax.checkpoint, jax.jit])
+def test_the_mask_of_a_relu_is_read_off_its_result(half: str, place: Any) -> None:
+    """What it reads, the result of a product, need not be kept beside."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(place(jax.nn.relu)(x @ w) @ w))
+
+    low = jax.grad(autocast(loss, POLICIES[half]))
+    assert error(low(W, X), jax.grad(loss)(W, X)) < 2e-2
+    eqns = jaxprs.equations(jaxprs.trace(low, W, X))
+    made_by = {v: eqn for eqn in eqns for v in eqn.outvars}
+    (compared,) = (eqn.invars[0] for eqn in eqns if eqn.primitive.name == "gt")
+    while compared in made_by and made_by[compared].primitive.name == CAST:
+        (compared,) = made_by[compared].invars
+    assert compared in made_by and made_by[compared].primitive.name != "dot_general"
+
+    ends = jnp.array([[-1.0, 0.0, 1e-7, 2.0, -0.0, 1.0, -1e-7, 3.0]])
+    slope = jax.grad(lambda x: jnp.sum(place(jax.nn.relu)(x @ jnp.eye(8))))
+    found = autocast(slope, POLICIES[half])(ends)
+    bitwise.assert_same(found, jnp.asarray(ends > 0, jnp.float32))

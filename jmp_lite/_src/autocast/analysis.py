@@ -53,7 +53,13 @@ from jmp_lite._src.autocast.storage import (
     Plan,
     of_constant,
 )
-from jmp_lite._src.jaxprs import control_flow, core, matmul_precision, name_scopes
+from jmp_lite._src.jaxprs import (
+    control_flow,
+    core,
+    masks,
+    matmul_precision,
+    name_scopes,
+)
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import CALLS, CAST, Fact, facts
@@ -101,14 +107,14 @@ class Analyzer:
         with half_calls.inside(dtype, by_scope):
             traced, filled_in = matmul_precision.trace_filled_in(fun, *args, **options)
         self.filled_in |= filled_in
+        closed = masks.read_off_results(traced.closed)
         if not self._is_fitted:  # what is traced later is a rule for derivatives
-            self.regions.fit(name_scopes.scopes_in(traced.closed))
+            self.regions.fit(name_scopes.scopes_in(closed))
             self._is_fitted = True
-        if not by_scope:
-            return traced
-        closed = half_calls.choose(
-            traced.closed, lambda *path: self.regions.around_half_call(*path).is_half
-        )
+        if by_scope:
+            closed = half_calls.choose(
+                closed, lambda *path: self.regions.around_half_call(*path).is_half
+            )
         return dataclasses.replace(traced, closed=closed)
 
     def plan_closed(

@@ -1,0 +1,63 @@
+"""Masks of ReLUs: what is above a limit, read off the result, which is stored anyway.
+
+JAX compares the operand: `x > 0` is `max(x, 0) > 0`, whose operand is needed no more.
+"""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from jmp_lite._src import compat
+from jmp_lite._src.jaxprs import control_flow, core
+from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var
+from jmp_lite._src.jaxprs.primitives import CALLS
+
+
+class _Limit(NamedTuple):
+    """What limits a variable from below."""
+
+    var: Var
+    least: float
+
+
+def read_off_results(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Return a jaxpr whose masks of limited values compare the results."""
+
+    @functools.cache  # equal sub-jaxprs stay one object
+    def changed(jaxpr: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
+        results: dict[_Limit, Var] = {}
+        eqns = compat.open_jaxpr(jaxpr).eqns
+        made = []
+        for eqn in eqns:
+            if control_flow.sub_jaxprs(eqn) is not None:
+                eqn = core.map_jaxprs(eqn, changed)
+            compared = _limit_of(eqn, "gt")
+            if compared is not None and compared in results:
+                eqn = eqn.replace(invars=[results[compared], eqn.invars[1]])
+            limit = _limit_of(eqn, "max")
+            if limit is not None:
+                results[limit] = eqn.outvars[0]
+            made.append(eqn)
+        is_same = all(a is b for a, b in zip(eqns, made, strict=True))
+        return jaxpr if is_same else compat.with_eqns(jaxpr, made)
+
+    return changed(closed)
+
+
+def _limit_of(eqn: Eqn, name: str) -> _Limit | None:
+    """Return the operands of an equation of this name, or of a call of no more."""
+    if eqn.primitive.name in CALLS:
+        (body,) = compat.jaxprs_of(eqn)
+        if len(body.eqns) != 1 or body.outvars != body.eqns[0].outvars:
+            return None
+        inner = _limit_of(body.eqns[0], name)
+        if inner is None or inner.var not in body.invars:
+            return None
+        return inner._replace(var=eqn.invars[body.invars.index(inner.var)])
+    if eqn.primitive.name != name:
+        return None
+    var, least = eqn.invars
+    if compat.is_literal(var) or not compat.is_literal(least) or np.ndim(least.val):
+        return None
+    return _Limit(var, float(least.val))
