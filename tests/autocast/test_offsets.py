@@ -269,15 +269,16 @@ def test_a_half_value_is_rounded_in_all_reads_or_in_none(half):
         assert error(jax.jit(grad)(W), expected) < 0.01
 
 
-def _residual_stream(first):
-    def centred(x):
-        return x - jnp.mean(x, 1, keepdims=True)
+def _centred(x):
+    return x - jnp.mean(x, 1, keepdims=True)
 
+
+def _residual_stream(first):
     def stream(w, u, b, kernel):
         x = first(w, b, kernel)
         for _ in range(3):
-            x = x + (jnp.tanh(centred(x) @ u) @ u + b)
-        return jnp.mean(centred(x) ** 2)
+            x = x + (jnp.tanh(_centred(x) @ u) @ u + b)
+        return jnp.mean(_centred(x) ** 2)
 
     return stream
 
@@ -321,6 +322,20 @@ def test_a_sum_of_two_arrays_is_stored_in_half(half, name):
 
 
 # What half cannot hold.
+
+
+@pytest.mark.parametrize("half", MODES)
+@pytest.mark.parametrize("reader", [_centred, jax.nn.softmax, jax.nn.standardize])
+def test_what_is_added_to_an_argument_far_from_zero_keeps_its_digits(reader, half):
+    def blocks(w, x):
+        first = x + reader(x) @ w
+        second = first + reader(first) @ w
+        return reader(second), reader(second) @ w
+
+    args = np.resize(W, (OUT, OUT)), FAR[:8] - 4900
+    expected = in_float64(blocks, *args)
+    assert error(low(blocks, half)(*args), expected) < 2e-2
+
 
 SMALL = {"array": np.full(OUT, 1e-8, np.float32), "number": np.float32(1e-9)}
 ZEROS = np.where(_rng.uniform(size=(ROWS, OUT)) < 0.5, 0, 1).astype(np.float32)

@@ -272,9 +272,27 @@ class Arithmetic(Rule):
 
     def stores(self, op, ins, uses, body):
         plan, outs = self.as_written(op, UNSAFE if self.name == "float32" else "")
+        if self.is_safe and self._adds_to_data(op, ins, body):
+            return plan, [INPUT if held == FLOAT32 else held for held in outs]
         if self.is_safe and self._is_half(op, ins, body):
             outs = [HALF if held == FLOAT32 else held for held in outs]
         return plan, outs
+
+    def _adds_to_data(self, op: Op, ins: Sequence[Held], body: Body) -> bool:
+        """Return whether a sum adds what is stored in half to an argument.
+
+        That may be far from zero, as no product or norm is, and a norm may read the
+        sum, which is as the argument is: not stored in half.
+        """
+        size, spread = core.size(op.eqn.outvars[0]), body.structure.spread
+        is_sum = facts(op.eqn.primitive.name) & Fact.LINEAR and HALF in ins
+        return bool(is_sum) and any(
+            held == INPUT
+            and not compat.is_literal(v)
+            and v not in spread
+            and core.size(v) >= size > _FEW
+            for v, held in zip(op.eqn.invars, ins, strict=True)
+        )
 
     def _is_half(self, op: Op, ins: Sequence[Held], body: Body) -> bool:
         """Return whether a result may be stored in half, by how operands are held."""
