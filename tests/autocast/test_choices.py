@@ -390,3 +390,15 @@ def test_the_mask_of_a_relu_is_read_off_its_result(half: str, place: Any) -> Non
     slope = jax.grad(lambda x: jnp.sum(place(jax.nn.relu)(x @ jnp.eye(8))))
     found = autocast(slope, POLICIES[half])(ends)
     bitwise.assert_same(found, jnp.asarray(ends > 0, jnp.float32))
+
+
+@IN_HALVES
+def test_a_comparison_in_a_call_of_one_operand(half: str) -> None:
+    """Beside a ReLU of the same array, whose mask it is."""
+
+    def active(w, x):
+        h = x @ w
+        positive = jax.nn.relu(h)
+        return jnp.where(jax.jit(lambda h: h > 0)(h), positive, -h) @ w
+
+    assert error(autocast(active, POLICIES[half])(W, X), active(W, X)) < 2e-2

@@ -562,3 +562,24 @@ def test_a_loop_carries_a_number(policy):
 
     for fun in (autocast(jax.grad(loss), policy), jax.grad(autocast(loss, policy))):
         assert error(fun(W[0]), jax.grad(loss)(W[0])) < 2e-2
+
+
+@IN_HALVES
+def test_equal_segments_of_which_one_reads_what_a_loop_carries(policy):
+    rows, first = abs(X[0, :8]) + 1, abs(X[0, 8:16])
+
+    def unit(h):
+        return h * lax.rsqrt(jnp.mean(h * h) + 1e-3)
+
+    def loss(w):
+        def step(carried, _):
+            scale, h = carried
+            scaled = [unit(h) / by for by in (rows, scale)]
+            of_rows, of_scale = (x @ w for x in scaled)
+            return (scale + jnp.tanh(of_rows) ** 2, h + jnp.tanh(of_scale)), None
+
+        scale, h = lax.scan(step, (rows, first), length=3)[0]
+        return jnp.mean((scale + h) ** 2)
+
+    found = jax.grad(autocast(loss, policy))(abs(W))
+    assert error(found, jax.grad(loss)(abs(W))) < 2e-2

@@ -128,7 +128,7 @@ class Values:
                 if move
                 else binding.in_mesh_of(value, sums.read_stored, value)
                 if var in self._read_again
-                else _cast(value, F32)
+                else sums.cast(value, F32)
             )
         return self._cast[var]
 
@@ -221,7 +221,7 @@ class Values:
             return self._saturated[var], False
         is_first = var not in self._cast
         if is_first:
-            self._cast[var] = _cast(value, self.half_dtype)
+            self._cast[var] = sums.cast(value, self.half_dtype)
         return self._cast[var], is_first
 
     def _like(self, reads: EqnReads, index: int) -> Sequence[Any]:
@@ -253,11 +253,6 @@ class Values:
             self._cast[out] = self.in_f32(var)
 
 
-def _cast(x: Any, dtype: Any) -> jax.Array:
-    """Cast an array where it was made."""
-    return binding.in_mesh_of(x, lax.convert_element_type, x, dtype)
-
-
 class Emitter:
     """Runs plans, and keeps what it builds, so that equal bodies share one jaxpr."""
 
@@ -284,7 +279,7 @@ class Emitter:
         values = Values(self.half_dtype, plan.reads, plan.read_again)
         values.write(plan.jaxpr.constvars, plan.consts)
         values.write(plan.jaxpr.invars, args)
-        for step in plan.steps or range(len(plan.eqn_plans)):
+        for step in plan.steps:
             if isinstance(step, Part) and step.product in shared:
                 self._run_before(step, plan, values)
                 step = step.product
@@ -517,8 +512,8 @@ def _structure(
 
     jaxpr = types.SimpleNamespace(eqns=eqns, invars=segment.reads, constvars=())
     jaxpr.outvars = *segment.writes, *rounded
-    half = segment.half_in, segment.half_out, segment.compares
-    return structure(jaxpr, place), half, bounded, half_dtype
+    options = segment.half_in, segment.half_out, segment.compares, segment.kept
+    return structure(jaxpr, place), options, bounded, half_dtype
 
 
 def _read(var: Var, x: Any) -> Any:

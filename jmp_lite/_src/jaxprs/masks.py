@@ -34,7 +34,9 @@ def read_off_results(closed: ClosedJaxpr) -> ClosedJaxpr:
                 eqn = core.map_jaxprs(eqn, changed)
             compared = _limit_of(eqn, "gt")
             if compared is not None and compared in results:
-                eqn = eqn.replace(invars=[results[compared], eqn.invars[1]])
+                var, result = compared.var, results[compared]
+                operands = [result if v is var else v for v in eqn.invars]
+                eqn = eqn.replace(invars=operands)
             limit = _limit_of(eqn, "max")
             if limit is not None:
                 results[limit] = eqn.outvars[0]
