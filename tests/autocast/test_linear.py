@@ -90,7 +90,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "convolution": lambda x: convolved(convolved(x)) * ROW,
     "einsum": lambda x: jnp.einsum("ij,k->ijk", x @ W, GAIN) * ROW[None],
     "attention": lambda x: (jax.nn.softmax(FULL @ W @ FULL.T) @ (x @ W)) * ROW,
-    "cluster": lambda x: ((x @ W) * jnp.exp(FULL) * ROW / FULL) @ W,
+    "segment": lambda x: ((x @ W) * jnp.exp(FULL) * ROW / FULL) @ W,
     "jit": jax.jit(lambda x: ((x @ W) * ROW) @ W),
     "checkpoint": jax.checkpoint(lambda x: ((x @ W) * ROW) @ W),
     "cond": lambda x: lax.cond(

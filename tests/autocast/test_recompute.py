@@ -55,20 +55,12 @@ def _before_a_product(model):
     return lambda w, gain, x: model(w, gain, x) @ w[1]
 
 
-def _gated(w, gain, x):
-    return (jax.nn.silu(x @ w[0]) * (x @ w[1]) * gain) @ w[0]
-
-
-def _softplus(w, gain, x):
-    return jax.nn.softplus(x @ w[0] * gain) @ w[1]
-
-
 MODELS = {
     "gelu": _gelu,
     "layer_norm": _layer_norm,
     "rms_norm_and_silu": _rms_norm_and_silu,
-    "gated": _gated,
-    "softplus": _softplus,
+    "gated": lambda w, gain, x: (jax.nn.silu(x @ w[0]) * (x @ w[1]) * gain) @ w[0],
+    "softplus": lambda w, gain, x: jax.nn.softplus(x @ w[0] * gain) @ w[1],
 }
 # Their second product has a half result: what it reads of an activation is made again.
 BEFORE_A_PRODUCT = {
@@ -77,7 +69,7 @@ BEFORE_A_PRODUCT = {
 }
 MODELS |= BEFORE_A_PRODUCT
 # How many half arrays of the size of the activations a backward pass keeps: what
-# clusters start from, and what products read that is not made again.
+# segments start from, and what products read that is not made again.
 KEPT = dict.fromkeys(MODELS, 3)
 # The input for each of its products, which XLA keeps once.
 KEPT |= {"gated": 5, "gated before a product": 5}

@@ -85,12 +85,7 @@ class _Uses(NamedTuple):
 class Analyzer:
     """Analyses jaxprs under one table and one policy, each of them once."""
 
-    def __init__(
-        self,
-        table: OpRules,
-        regions: Regions,
-        compute_dtype: Any,
-    ):
+    def __init__(self, table: OpRules, regions: Regions, compute_dtype: Any):
         self.table, self.regions = table, regions
         self.compute_dtype = compute_dtype
         # The `id`s of the products whose `precision` the caller set.
@@ -301,14 +296,14 @@ class Analyzer:
             for var, of in zip(eqn.outvars, outs, strict=True):
                 held[var] = of if core.is_f32(var) else OTHER
             linear.update(_linear_results(op, outs, body))
-        has_gradients = self._has_gradients(place)
-        arranged = segments.arrange(
+        # Gradients may be taken of it; of a rule for derivatives, none are.
+        has_gradients = place.direction is Direction.FORWARD
+        search = segments.Search(
             jaxpr,
             plans,
             held,
             uses.of,
             described.structure,
-            lambda index: self._in_half(described.ops[index], body),
             # What the program itself computes again is left to it.
             has_segments=self.table.recomputes
             and has_gradients
@@ -316,6 +311,7 @@ class Analyzer:
             is_in_loop=place.around is Around.LOOP,
             keeps_half=self.table.half_results,  # else it may be out of range
         )
+        arranged = search.run(lambda i: self._in_half(described.ops[i], body))
         outs = [
             HALF
             if not compat.is_literal(v) and v in arranged.half
@@ -345,10 +341,6 @@ class Analyzer:
             return op.rule.stores(op, ins, uses, body)[0]
         half_in = tuple(map(core.is_f32, eqn.invars))
         return EqnPlan(rules.MOVE, half_in, (True,))
-
-    def _has_gradients(self, place: Place) -> bool:
-        """Return whether gradients may be taken of a jaxpr, and not of a rule."""
-        return place.direction is Direction.FORWARD
 
     def _held(self, var: Var, held: dict[Var, Held]) -> Held:
         if not compat.is_literal(var):
@@ -417,6 +409,7 @@ class AsWritten:
                 ins=(FLOAT32,) * len(sub.jaxpr.invars),
                 outs=(FLOAT32,) * len(sub.jaxpr.outvars),
                 place=Place(),
+                steps=tuple(range(len(sub.jaxpr.eqns))),
             )
         return self._plans[key]
 

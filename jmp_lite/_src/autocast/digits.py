@@ -51,8 +51,6 @@ class Use:
 
 NEAR, TERMS, ALL = Use.NEAR, Use.TERMS, Use.ALL
 
-_TIMES_ONE_ANOTHER = ("cumprod", "reduce_prod", "scatter-mul", "scatter_mul")
-
 
 class Structure(NamedTuple):
     """What a jaxpr itself says of its variables."""
@@ -66,6 +64,16 @@ class Structure(NamedTuple):
     carried: set[Var]  # sums and multiples of what a loop carries
     inputs: frozenset[Var]
     products: set[Var]  # made of the result of a product
+
+    def origins_of(self, variables: Iterable[Var]) -> int:
+        """Return of what some variables are computed: bits."""
+        return union(self.origins.get(v, 0) for v in variables)
+
+    def is_full(self, var: Var, eqn: Eqn) -> bool:
+        """Return whether an operand is an array as large as the result, and no row."""
+        if compat.is_literal(var) or var in self.spread:
+            return False
+        return core.size(var) >= core.size(eqn.outvars[0])
 
     def is_moved_input(self, var: Var) -> bool:
         """Return whether a variable is an input, or moved from one: no rows of it."""
@@ -119,10 +127,8 @@ def structure(
 
 def _note(eqn: Eqn, found: Structure) -> None:
     operands = list(variables(eqn.invars))
-    union = 0
-    for v in operands:
-        union |= found.origins.get(v, 0)
-    found.origins.update(dict.fromkeys(eqn.outvars, union))
+    origins = found.origins_of(operands)
+    found.origins.update(dict.fromkeys(eqn.outvars, origins))
     name, known = eqn.primitive.name, facts(eqn.primitive.name)
     size = core.size(eqn.outvars[0])
     floats = [v for v in operands if core.is_float(v)]
@@ -167,23 +173,18 @@ def asked(eqn: Eqn, use: int, of: Structure, is_forward: bool) -> list[int]:
         return [mask, *[passed] * (len(eqn.invars) - 1)]
     if known & (Fact.FRACTION | Fact.PERIODIC):
         return [ALL] * len(eqn.invars)
-    if name in _TIMES_ONE_ANOTHER:
-        return [passed | NEAR] * len(eqn.invars)
     own = [0] * len(eqn.invars)
     if is_forward:
         own = _of_own(eqn, use, of)
-    if known & Fact.NEAR_ONE:
+    if known & (Fact.NEAR_ONE | Fact.MULTIPLIES):
         own = [NEAR] * len(eqn.invars)
     return [x | y for x, y in zip(own, _passed_on(eqn, passed, of), strict=True)]
 
 
 def summed(eqn: Eqn, use: int, of: Structure) -> list[int]:
     """Return which operands a sum with the result of a product reads, as bits."""
-    known, size = facts(eqn.primitive.name), core.size(eqn.outvars[0])
-    is_array = [
-        not compat.is_literal(v) and v not in of.spread and core.size(v) >= size
-        for v in eqn.invars
-    ]
+    known = facts(eqn.primitive.name)
+    is_array = [of.is_full(v, eqn) for v in eqn.invars]
     if not known & (Fact.LINEAR | Fact.MOVES | Fact.JOINS):
         is_multiple = known & Fact.BROADCASTS and is_array.count(True) == 1
         return [use & Use.SUMMED if is_multiple and x else 0 for x in is_array]
@@ -203,7 +204,7 @@ def _of_own(eqn: Eqn, use: int, of: Structure) -> list[int]:
         return [0] * len(operands)
     if min(degrees(name, eqn.params)) < 0:  # a divisor near 0
         return [0, NEAR]
-    if any(map(compat.is_literal, operands)):
+    if _has_literal(eqn):
         return [0, 0]
     carried = [v in of.carried for v in operands]
     if carried.count(True) == 1:  # what is carried is multiplied in each iteration
@@ -215,17 +216,16 @@ def _of_own(eqn: Eqn, use: int, of: Structure) -> list[int]:
 
 
 def _of_terms(eqn: Eqn, use: int, of: Structure) -> list[int]:
-    signs = [-1 if eqn.primitive.name == "sub" and i else 1 for i in range(2)]
-    if any(map(compat.is_literal, eqn.invars)):
-        # A sum with a number is all that a product reads of it: no digit is lost.
-        is_literal = [compat.is_literal(v) for v in eqn.invars]
+    subtracts = eqn.primitive.name == "sub"
+    if _has_literal(eqn):
         number = next(v.val for v in eqn.invars if compat.is_literal(v))
-        index = is_literal.index(True)
-        is_zero = core.size(eqn.outvars[0]) == 0 or number == 0
-        cancels = "sub" == eqn.primitive.name or float(number) < 0
-        if is_zero or not cancels or not use & ~Use.HALF:
+        is_empty = core.size(eqn.outvars[0]) == 0
+        cancels = not is_empty and number != 0 and (subtracts or float(number) < 0)
+        # A sum with a number is all that a product reads of it: no digit is lost.
+        if not cancels or not use & ~Use.HALF:
             return [0, 0]
-        return [0 if i == index else NEAR for i in range(2)]
+        return [0 if compat.is_literal(v) else NEAR for v in eqn.invars]
+    signs = [1, -1 if subtracts else 1]
     for i, var in enumerate(eqn.invars):
         maker = of.made_by.get(var)
         if maker is not None and maker.primitive.name == "neg":
@@ -258,9 +258,7 @@ def _has_literal(eqn: Eqn) -> bool:
 def _of_mask(eqn: Eqn, of: Structure) -> int:
     """Return which digits a choice asks of its mask, unless it is of what is chosen."""
     mask, *cases = eqn.invars
-    chosen = 0
-    for v in variables(cases):
-        chosen |= of.origins.get(v, 0)
+    chosen = of.origins_of(variables(cases))
     return ALL if of.origins.get(mask, 0) & ~chosen else 0
 
 
@@ -269,9 +267,7 @@ def of_call(eqn: Eqn, uses: Sequence[int], of: Structure) -> list[int]:
 
     A mask of numbers that it reads, too, is one of what is chosen, as in `jnp.where`.
     """
-    read = 0
-    for v in filter(core.is_float, variables(eqn.invars)):
-        read |= of.origins.get(v, 0)
+    read = of.origins_of(filter(core.is_float, variables(eqn.invars)))
     return [
         use & ~ALL
         if core.is_bool(v) and not compat.is_literal(v) and not of.origins[v] & ~read

@@ -236,10 +236,10 @@ def _parts(eqn: Eqn) -> list[str]:
     return name_scopes.clean(name_scopes.of(eqn)).split("/")
 
 
-def choose(closed: ClosedJaxpr, is_low: Callable[[str, str], bool]) -> ClosedJaxpr:
+def choose(closed: ClosedJaxpr, is_half: Callable[[str, str], bool]) -> ClosedJaxpr:
     """Return a jaxpr whose calls of `in_half` functions have the branch of their scope.
 
-    What is in a scope, and in a name stack inside of it, is in half if it `is_low`.
+    What is in a scope, and in a name stack inside of it, is in half if it `is_half`.
 
     Raises:
       ValueError: a function that takes half alone is called in a scope in float32.
@@ -255,10 +255,10 @@ def choose(closed: ClosedJaxpr, is_low: Callable[[str, str], bool]) -> ClosedJax
     def chosen(eqn: Eqn, scope: str) -> Any:
         stack = name_scopes.of(eqn)
         if is_choice(eqn):
-            branch = eqn.params["branches"][0 if is_low(scope, stack) else -1]
+            branch = eqn.params["branches"][0 if is_half(scope, stack) else -1]
             return eqn.replace(params={**eqn.params, "branches": (branch,)})
         is_call = name_of_kernel(eqn) and name_scopes.IN_HALF in _parts(eqn)
-        if is_call and not is_low(scope, stack):
+        if is_call and not is_half(scope, stack):
             layer = name_scopes.without_marks(name_scopes.join(scope, stack))
             raise ValueError(
                 f"in_half: {name_of_kernel(eqn)} does not run on float32 arrays, and "

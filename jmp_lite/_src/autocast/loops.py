@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jmp_lite._src import compat, dtypes
@@ -61,7 +60,7 @@ def find_shared(eqn: Eqn, body: Plan) -> dict[int, Shared]:
                 continue
             if not _is_shared(var, reader, body.eqn_plans[index]):
                 kept.add(var)
-            elif index in runs or not body.steps:
+            elif index in runs:
                 found[index] = Shared(positions[var], side)
     others = {positions[v] for v in kept if v in positions}
     return {i: of for i, of in found.items() if of.weight not in others}
@@ -106,9 +105,7 @@ def scan(
     }
     weights = {i: wide.pop(i, consts[i]) for i in {of.weight for of in shared.values()}}
     for i in weights:
-        consts[i] = binding.in_mesh_of(
-            consts[i], lax.convert_element_type, consts[i], half_dtype
-        )
+        consts[i] = sums.cast(consts[i], half_dtype)
     others = consts, wide, rest[:num_carry], rest[num_carry:]
 
     def loop(weights, others, zeros):

@@ -194,7 +194,7 @@ def run_in_order(
 # result, and round the gradient of a float32 operand.
 
 
-# The name of what a product has cast: see `segments.saves_casts`.
+# The name of what a product has cast: see `saving.saves_casts`.
 CAST_OPERAND = "cast operand"
 
 

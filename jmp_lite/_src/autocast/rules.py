@@ -284,15 +284,11 @@ class Arithmetic(Rule):
         That may be far from zero, as no product or norm is, and a norm may read the
         sum, which is as the argument is: not stored in half.
         """
-        size, spread = core.size(op.eqn.outvars[0]), body.structure.spread
         is_sum = facts(op.eqn.primitive.name) & Fact.LINEAR and HALF in ins
-        return bool(is_sum) and any(
-            held == INPUT
-            and not compat.is_literal(v)
-            and v not in spread
-            and core.size(v) >= size > _FEW
-            for v, held in zip(op.eqn.invars, ins, strict=True)
-        )
+        if not is_sum or core.size(op.eqn.outvars[0]) <= _FEW:
+            return False
+        pairs = zip(op.eqn.invars, ins, strict=True)
+        return any(x == INPUT and body.structure.is_full(v, op.eqn) for v, x in pairs)
 
     def _is_half(self, op: Op, ins: Sequence[Held], body: Body) -> bool:
         """Return whether a result may be stored in half, by how operands are held."""
@@ -301,13 +297,13 @@ class Arithmetic(Rule):
         wide = [v for v, held in operands if held == FLOAT32]
         if not halves or any(map(compat.is_literal, wide)):
             return False
-        size = core.size(op.eqn.outvars[0])
-        spread = body.structure.spread  # as the statistics of a norm
-        if all(v in spread or core.size(v) < size for v in wide):
+        # What is smaller may be the statistics of a norm.
+        if not any(body.structure.is_full(v, op.eqn) for v in wide):
             return True
         # A residual stream is half, whatever it began as.
         adds = facts(op.eqn.primitive.name) & Fact.LINEAR
-        return bool(adds) and size > _FEW and not body.linear.isdisjoint(halves)
+        is_large = core.size(op.eqn.outvars[0]) > _FEW
+        return bool(adds) and is_large and not body.linear.isdisjoint(halves)
 
     def run(self, eqn, plan, values):
         return binding.bind_here(eqn, values.operands(eqn, plan))

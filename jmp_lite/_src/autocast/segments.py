@@ -49,12 +49,7 @@ from jmp_lite._src.autocast.storage import (
 )
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, variables
-from jmp_lite._src.jaxprs.primitives import (
-    Fact,
-    degree,
-    facts,
-    has,
-)
+from jmp_lite._src.jaxprs.primitives import Fact, degree, facts, has
 
 
 class Arranged(NamedTuple):
@@ -67,38 +62,24 @@ class Arranged(NamedTuple):
     read_again: Set[Var]  # what of it is read in float32 elsewhere
 
 
-def arrange(
-    jaxpr: Jaxpr,
-    plans: Sequence[EqnPlan],
-    held: Mapping[Var, Held],
-    uses: Mapping[Var, int],
-    structure: Structure,
-    in_half: Callable[[int], EqnPlan],
-    has_segments: bool,
-    is_in_loop: bool,
-    keeps_half: bool,
-) -> Arranged:
-    """Find the segments of a jaxpr, and which of their results are stored in half.
+class Search:
+    """Finds the segments of a jaxpr, and which of their results are stored in half.
 
-    `in_half` returns the plan of an equation that runs in half as it is. Without
-    segments, the arithmetic is the same, and the backward pass keeps what JAX does. In
-    a loop, it `keeps_half` of what is float32, as what the loop carries.
+    Without segments, the arithmetic is the same, and the backward pass keeps what JAX
+    does. In a loop, it `keeps_half` of what is float32, as what the loop carries.
     """
-    options = has_segments, is_in_loop, keeps_half
-    return _Search(jaxpr, plans, held, uses, structure, *options).run(in_half)
 
-
-class _Search:
     def __init__(
         self,
-        jaxpr,
-        plans,
-        held,
-        uses,
-        structure,
-        has_segments,
-        is_in_loop,
-        keeps_half,
+        jaxpr: Jaxpr,
+        plans: Sequence[EqnPlan],
+        held: Mapping[Var, Held],
+        uses: Mapping[Var, int],
+        structure: Structure,
+        *,
+        has_segments: bool,
+        is_in_loop: bool,
+        keeps_half: bool,
     ):
         self.jaxpr, self.eqns, self.plans = jaxpr, jaxpr.eqns, list(plans)
         self.held, self.structure = held, structure
@@ -127,6 +108,7 @@ class _Search:
         self.cut: set[Var] = set()
 
     def run(self, in_half: Callable[[int], EqnPlan]) -> Arranged:
+        """Arrange the jaxpr; `in_half` plans an equation that runs in half as it is."""
         constant = without_gradients(self.eqns)
         self._find_levels()
         self.cut = self._stored_sums()
@@ -340,10 +322,10 @@ class _Search:
 
     def _adds_row(self, eqn: Eqn) -> bool:
         """Return whether it adds a smaller array that products have computed."""
-        size = core.size(eqn.outvars[0])
-        rows = (v for v in variables(eqn.invars) if v in self.structure.spread)
-        smaller = (v for v in variables(eqn.invars) if core.size(v) < size)
-        return any(v in self.computed for v in (*rows, *smaller))
+        return any(
+            v in self.computed and not self.structure.is_full(v, eqn)
+            for v in variables(eqn.invars)
+        )
 
     def _has_statistics(self, var: Var) -> bool:
         """Return whether the sum of a value along its rows is taken beside others."""
@@ -375,12 +357,9 @@ class _Search:
         self, eqn: Eqn, terms: Mapping[Var, frozenset[Var] | None]
     ) -> frozenset[Var] | None:
         """Return the arrays of which an equation adds multiples, None if none."""
-        known, size = facts(eqn.primitive.name), core.size(eqn.outvars[0])
-        arrays, found = [], frozenset()
-        for v in variables(eqn.invars):
-            is_array = v not in self.structure.spread and core.size(v) >= size
-            if core.is_f32(v) and is_array:
-                arrays.append(v)
+        known, found = facts(eqn.primitive.name), frozenset()
+        operands = filter(core.is_f32, eqn.invars)
+        arrays = [v for v in operands if self.structure.is_full(v, eqn)]
         is_sum = known & (Fact.LINEAR | Fact.MOVES | Fact.JOINS) or is_exact(eqn)
         is_multiple = known & Fact.BROADCASTS and len(arrays) == 1
         if not (is_sum or is_multiple):
@@ -572,7 +551,7 @@ class _Search:
         done |= {i for part in found for i in (part.product, *part.moves)}
         in_parts = [part.segment for part in found]
         steps: list[int | Segment | Part] = [
-            i for i in range(len(self.eqns)) if i not in done
+            i for i, runs in enumerate(self.is_alive) if runs and i not in done
         ]
         steps += [s for s in segments if s not in in_parts] + found
 
@@ -585,24 +564,4 @@ class _Search:
             return self.level[last], is_after, last
 
         steps.sort(key=order)
-        return self._alive(steps)
-
-    def _alive(
-        self, steps: Sequence[int | Segment | Part]
-    ) -> list[int | Segment | Part]:
-        """Return the steps that something reads, or that have effects."""
-        needed, found = set(self.returned), []
-        for step in reversed(steps):
-            if isinstance(step, Segment):
-                reads, writes, has_effects = step.reads, step.writes, False
-            elif isinstance(step, Part):
-                reads, has_effects = step.reads, False
-                writes = self.eqns[step.product].outvars
-            else:
-                eqn = self.eqns[step]
-                reads = self.plans[step].rule.operands(eqn)
-                writes, has_effects = eqn.outvars, bool(eqn.effects)
-            if has_effects or not needed.isdisjoint(writes):
-                needed.update(variables(reads))
-                found.append(step)
-        return found[::-1]
+        return steps

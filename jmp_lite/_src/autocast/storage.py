@@ -26,7 +26,8 @@ class Held(enum.IntEnum):
     """Stored in half: the result of a matrix product, or arithmetic of such."""
 
     INPUT = enum.auto()
-    """A parameter, data or a constant of the program, moved at most."""
+    """A parameter, data or a constant of the program, moved at most; data to which
+    results of products are added."""
 
     FLOAT32 = enum.auto()
     """Held in float32."""
@@ -210,7 +211,7 @@ class Plan:
     outs: tuple[Held, ...]
     place: Place
     # What runs, in this order; equations by index.
-    steps: tuple[int | Segment | Part, ...] = ()
+    steps: tuple[int | Segment | Part, ...]
     rounded: frozenset[Var] = frozenset()  # whose gradients are stored in half
     # What is stored in half, and read in float32 elsewhere.
     read_again: frozenset[Var] = frozenset()

@@ -132,6 +132,11 @@ first_derivative_as = new_primitives.new_primitive(
 # Operations.
 
 
+def cast(x: Any, dtype: Any) -> jax.Array:
+    """Cast an array where it was made."""
+    return binding.in_mesh_of(x, lax.convert_element_type, x, dtype)
+
+
 def spread(
     value: jax.Array, expression: jax.Array, shape: tuple[int, ...], *like: Any
 ) -> jax.Array:

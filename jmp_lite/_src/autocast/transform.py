@@ -97,7 +97,7 @@ def autocast(
     Matrix products run in the compute dtype, and their results are stored in it. All
     else is computed in float32, and stored in half where a product reads it, or as a
     sum of such arrays. Where linear algebra, an order, a difference or a number near 1
-    needs the digits of a product's result, that is float32. Only float32 is lowered:
+    needs the digits of a product's result, that is float32. Only float32 is rounded:
     other dtypes, products with a `precision`, explicit conversions and `full_precision`
     regions stay as the program has them. Gradients of float32 parameters are float32,
     from `grad(autocast(f))` and from `autocast(grad(f))`; the second returns the

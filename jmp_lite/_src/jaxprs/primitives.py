@@ -101,6 +101,9 @@ class Fact:
     """Reads the fraction of an operand, or jumps: a rounding changes the result wholly,
     so that not even the result of a matrix product may be rounded."""
 
+    MULTIPLIES = 1 << 21
+    """Multiplies numbers of an operand with one another: their relative errors add."""
+
 
 class Primitive(NamedTuple):
     """What is known of one primitive."""
@@ -142,9 +145,9 @@ _TABLE: dict[tuple[str, str], tuple[tuple[int, str], ...]] = {
         (Fact.SUMS | Fact.ARITHMETIC, "reduce_sum cumsum"),
         (Fact.SUMS, "cumlogsumexp reduce_window_sum scatter-add scatter_add"),
         (Fact.SUMS, "psum psum2 psum_invariant reduce_scatter unreduced_psum"),
-        (Fact.ARITHMETIC, "reduce_prod cumprod"),
+        (Fact.ARITHMETIC | Fact.MULTIPLIES, "reduce_prod cumprod"),
         (_EACH | Fact.ARITHMETIC | Fact.LINEAR, "add_any"),
-        (0, "scatter-mul scatter_mul"),
+        (Fact.MULTIPLIES, "scatter-mul scatter_mul"),
     ),
     ("float32", "torch promote (fmod); half has few whole numbers"): (
         (_EACH | _DIGITS | Fact.BROADCASTS, "rem"),

@@ -108,8 +108,7 @@ class PolicyShadow(Shadow):
     def returned(self, jaxpr: Any, shadows: Sequence[Any]) -> list[Any]:
         """Return the results of the policy's run, in the dtypes of the program."""
         is_float32 = (False,) * len(shadows)
-        read = self._values(jaxpr.outvars, shadows).read(jaxpr.outvars, is_float32)
-        return read
+        return self._values(jaxpr.outvars, shadows).read(jaxpr.outvars, is_float32)
 
     def _values(self, variables: Sequence[Any], shadows: Sequence[Any]) -> Values:
         """Return the values of operands that are no literals."""
