@@ -46,6 +46,7 @@ from jax._src.api_util import InternalFloatingPointError as InternalFloatingPoin
 from jax._src.core import Jaxpr, Literal, Primitive, jaxprs_in_params
 from jax._src.export import shape_poly as shape_poly_private
 from jax._src.interpreters import partial_eval as partial_eval_private
+from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 from jax._src.lax import lax as lax_private
 from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
@@ -54,6 +55,10 @@ from jax.experimental import jet
 
 # Since JAX 0.12 they are one class.
 ClosedJaxpr: Any = getattr(core_private, "ClosedJaxpr", Jaxpr)
+
+# What puts the equations of a jitted function in the place of its call, as JAX traces
+# it. `jax.Inline` is in JAX since 0.12, where True does so later.
+INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 # Since JAX 0.12 it is called "eval_jaxpr".
 CLOSED_CALL: str = core_private.closed_call_p.name
@@ -199,6 +204,17 @@ def quick_compiler_options() -> dict[str, Any]:
 def is_tracing() -> bool:
     """Return whether a JAX transformation (`jit`, `grad`, `vmap`…) is tracing."""
     return not core_private.trace_state_clean()
+
+
+def is_differentiating() -> bool:
+    """Return whether a derivative is taken of what is traced into a program (`jit`)."""
+    trace, has_derivative = core_private.trace_ctx.trace, False
+    while trace is not None:
+        if isinstance(trace, partial_eval_private.DynamicJaxprTrace):
+            return has_derivative
+        has_derivative |= isinstance(trace, JVPTrace | LinearizeTrace)
+        trace = getattr(trace, "parent_trace", None)
+    return False
 
 
 # --- compilers --------------------------------------------------------------------

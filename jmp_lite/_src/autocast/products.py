@@ -27,7 +27,7 @@ def run(eqn: Eqn, operands: Sequence[Any], half_dtype: Any, half_result: bool) -
     It casts float32 operands. Their gradients are the float32 accumulators of products:
     JAX would round these to half, and cast that to float32.
     """
-    return _multiply(operands, _How(eqn, half_dtype, half_result))
+    return _multiply(operands, _How.of(eqn, half_dtype, half_result))
 
 
 def flops(eqn: Eqn) -> int:
@@ -212,9 +212,15 @@ def _halves(operands: Sequence[Any], half_dtype: Any) -> list[Any]:
 class _How(NamedTuple):
     """A product of operands in half, or in float32, which it casts."""
 
-    eqn: Eqn
+    primitive: Any
+    params: tuple[tuple[str, Any], ...]
     half_dtype: Any
     half_result: bool
+
+    @classmethod
+    def of(cls, eqn: Eqn, half_dtype: Any, half_result: bool) -> "_How":
+        params = tuple(sorted(eqn.params.items()))
+        return cls(eqn.primitive, params, half_dtype, half_result)
 
     def multiply(self, *operands: jax.Array, dtype: Any = None) -> jax.Array:
         """Return the product of operands cast to half, and then to another dtype."""
@@ -223,11 +229,11 @@ class _How(NamedTuple):
             for x in operands[:2]
         ]
         result = self.half_dtype if self.half_result else jnp.float32
-        params = {**self.eqn.params, "preferred_element_type": jnp.dtype(result)}
+        params = {**dict(self.params), "preferred_element_type": jnp.dtype(result)}
         is_default = fp8.is_default_precision(params.get("precision"))
         if not is_default:  # that of float32 products
             params["precision"] = (jax.lax.Precision.DEFAULT,) * 2
-        return binding.bind_here(self.eqn, [*cast, *operands[2:]], params)[0]
+        return self.primitive.bind(*cast, *operands[2:], **params)
 
 
 def _impl(*operands, how, in_axes):
@@ -321,7 +327,7 @@ def of_each(
     """
     pairs = [(x, None), (others, 0)]
     operands, axes = zip(*(pairs if operand == 0 else pairs[::-1]), strict=True)
-    how = _How(eqn, half_dtype, half_result=True)
+    how = _How.of(eqn, half_dtype, half_result=True)
     return _multiply(operands, how, (axes,))
 
 

@@ -23,7 +23,7 @@ from jmp_lite._src.autocast.emit import Emitter
 from jmp_lite._src.autocast.options import OpRules, Regions, check_name, resolve_rules
 from jmp_lite._src.autocast.rules import BOUNDARY
 from jmp_lite._src.autocast.storage import Placed, Plan, walk
-from jmp_lite._src.jaxprs import core, name_scopes
+from jmp_lite._src.jaxprs import core, name_scopes, repeats
 from jmp_lite._src.jaxprs.tracing import Traced, trace
 from jmp_lite._src.policy import (
     Policy,
@@ -379,9 +379,12 @@ class PlannedCall:
     def arrays(self) -> list[jax.Array]:
         """Return the arrays of what the function returns."""
         half_out = (False,) * len(self.plan.outs)
-        args = map(sums.in_context, self.traced.args)
-        outs = Emitter(self.analyzer).run(self.plan, half_out, *args)
-        return _as_arrays(outs)
+        args = list(map(sums.in_context, self.traced.args))
+        fun = functools.partial(Emitter(self.analyzer).run, self.plan, half_out)
+        jaxpr = self.plan.jaxpr
+        is_long = len(jaxpr.eqns) >= repeats.LEAST_EQNS and not jaxpr.effects
+        is_shared = is_long and compat.is_differentiating()
+        return _as_arrays(repeats.run(fun, args) if is_shared else fun(*args))
 
     def what_is_missing(self) -> str:
         """Return a warning of a precision of the policy that no product has, or ""."""

@@ -10,21 +10,43 @@ import jax
 import numpy as np
 
 from jmp_lite._src import compat
-from jmp_lite._src.jaxprs.core import Eqn, Var
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
 
 Decides = Callable[[Eqn, Any], tuple[Hashable, Sequence[Var], Sequence[Any] | None]]
 """Of an equation and its plan: what else counts, what else is read, and the sub-jaxprs
 that count in place of its parameters, None if these do."""
 
 
+class Alike:
+    """Numbers jaxprs, in the parameters of equations: those that are equal alike."""
+
+    def __init__(self, decides: Decides):
+        self._decides = decides
+        self._numbers: dict[Hashable, int] = {}
+        # A jaxpr that is called often is looked at once; it is kept, and so its id.
+        self._known: dict[int, tuple[Jaxpr, int]] = {}
+
+    def __call__(self, jaxpr: Jaxpr) -> int:
+        if id(jaxpr) not in self._known:
+            opened, consts = compat.open_jaxpr(jaxpr), compat.consts_of(jaxpr)
+            key = structure(opened, self._decides, consts=consts, alike=self)
+            number = self._numbers.setdefault(key, len(self._numbers))
+            self._known[id(jaxpr)] = jaxpr, number
+        return self._known[id(jaxpr)][1]
+
+
 def structure(
-    jaxpr: Any, decides: Decides, plan: Any = None, consts: Any = ()
+    jaxpr: Any,
+    decides: Decides,
+    plan: Any = None,
+    consts: Any = (),
+    alike: Alike | None = None,
 ) -> Hashable:
     """Return what is equal if two jaxprs compute the same from equal inputs.
 
     Variables are numbered in the order in which they are met. Name scopes and source
     lines count only if `decides` returns them. Any object with the attributes of a
-    jaxpr will do.
+    jaxpr will do. Without `alike`, a jaxpr in a parameter is equal to itself alone.
     """
     numbers: dict[Any, int] = {}
 
@@ -39,7 +61,10 @@ def structure(
     def operation(eqn: Any, eqn_plan: Any) -> Hashable:
         what, also_reads, bodies = decides(eqn, eqn_plan)
         if bodies is None:
-            inside = [(key, _hashable(x)) for key, x in sorted(eqn.params.items())]
+            inside = [
+                (key, alike(x) if alike and compat.is_jaxpr(x) else _hashable(x))
+                for key, x in sorted(eqn.params.items())
+            ]
         else:
             plans = (eqn_plan.bodies if eqn_plan else ()) or [None] * len(bodies)
             inside = [

@@ -1,0 +1,133 @@
+"""Trace what repeats in a program once, as the layers of a model that are all alike.
+
+JAX differentiates and transposes each equation of a program that is written out, and a
+function that is called twice once. Here, equal pieces of a jaxpr are calls of one
+function. JAX puts its equations in the place of each call, so that the program that
+comes out is the same.
+"""
+
+import collections
+import itertools
+import re
+import zlib
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jmp_lite._src import compat
+from jmp_lite._src.jaxprs import binding, name_scopes, sources
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, variables
+from jmp_lite._src.jaxprs.structure import Alike, structure
+
+# A program of fewer equations is traced as it is.
+LEAST_EQNS = 64
+# A jaxpr is cut where the last equations, so many, have the smallest hash, of all cuts
+# within a distance of so many equations.
+_LOOKS_AT, _DISTANCE = 4, 16
+_LAYER = re.compile(r"[^\d]*\d[^/]*")
+
+
+class Piece(NamedTuple):
+    """Equations that follow each other in a jaxpr; it has the fields of one."""
+
+    around: Any  # the scope that all share, a `SourceInfo`
+    eqns: Sequence[Eqn]  # in the scopes inside of that
+    invars: Sequence[Var]
+    outvars: Sequence[Var]
+    constvars: tuple[()] = ()
+
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        return binding.evaluate(self, (), args)
+
+
+def run(fun: Callable[..., list[Any]], args: Sequence[Any]) -> list[Any]:
+    """Return what a function of arrays returns, without effects; equal pieces share."""
+    closed = jax.make_jaxpr(fun)(*args)
+    jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
+    values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
+    alike = Alike(_place)
+    pieces = cut(jaxpr, alike)
+    keys = [structure(piece, _place, alike=alike) for piece in pieces]
+    times = collections.Counter(keys)
+    shared: dict[Hashable, Callable[..., Any]] = {}
+    for piece, key in zip(pieces, keys, strict=True):
+        call = piece.run
+        if times[key] > 1:
+            call = shared.setdefault(key, jax.jit(call, inline=compat.INLINE))
+        with compat.source_context(piece.around):
+            results = call([values[v] for v in piece.invars])
+        values.update(zip(piece.outvars, results, strict=True))
+    return [v.val if compat.is_literal(v) else values[v] for v in jaxpr.outvars]
+
+
+def cut(jaxpr: Jaxpr, alike: Alike) -> list[Piece]:
+    """Cut a jaxpr into pieces: where its equations repeat, into equal ones.
+
+    A few equations decide whether a cut is behind them, so equal sequences have equal
+    cuts. An equation that is like no other is a piece of its own, and no piece is in
+    two layers.
+    """
+    eqns, hashes, keys = jaxpr.eqns, _hashes(jaxpr.eqns), _keys(jaxpr.eqns, alike)
+    times = collections.Counter(key for _, key in keys)
+    alone = [times[key] == 1 for _, key in keys]
+    ends = [
+        i
+        for i in range(1, len(eqns))
+        if hashes[i] == min(hashes[max(i - _DISTANCE, 0) : i + _DISTANCE + 1])
+        or alone[i - 1]
+        or alone[i]
+        or keys[i - 1][0] != keys[i][0]
+    ]
+    later, pieces = set(variables(jaxpr.outvars)), []
+    for start, end in reversed([*itertools.pairwise([0, *ends, len(eqns)])]):
+        made = dict.fromkeys(v for eqn in eqns[start:end] for v in eqn.outvars)
+        read = (v for eqn in eqns[start:end] for v in variables(eqn.invars))
+        invars = [v for v in dict.fromkeys(read) if v not in made]
+        around, inside = name_scopes.split(eqns[start:end])
+        outvars = [v for v in made if v in later]
+        pieces.append(Piece(around, inside, invars, outvars))
+        later.update(invars)
+    return pieces[::-1]
+
+
+def _place(eqn: Eqn, _: Any) -> tuple[Hashable, Sequence[Var], None]:
+    """Return where an equation is, as `structure` asks for it."""
+    return (name_scopes.of(eqn), sources.source_line(eqn)), (), None
+
+
+def _nothing(*_: Any) -> tuple[Hashable, Sequence[Var], None]:
+    return None, (), None
+
+
+def _keys(eqns: Sequence[Eqn], alike: Alike) -> list[tuple[str, Hashable]]:
+    """Return the layer of each equation, and what is equal for those that look alike.
+
+    A layer is a scope with a number, as `layer_3`.
+    """
+    found = []
+    for eqn in eqns:
+        scope = name_scopes.of(eqn)
+        layer = _LAYER.match(scope)
+        end = layer.end() if layer else 0
+        piece = Piece(None, [eqn], list(variables(eqn.invars)), eqn.outvars)
+        inside = scope[end:], sources.source_line(eqn)
+        key = inside, structure(piece, _nothing, alike=alike)
+        found.append((scope[:end], key))
+    return found
+
+
+def _hashes(eqns: Sequence[Eqn]) -> list[int]:
+    """Return for each place between equations a hash of those before it.
+
+    It is the same in each process, and so is the program.
+    """
+    looks = [
+        repr(
+            (eqn.primitive.name, [getattr(v.aval, "shape", ()) for v in eqn.outvars])
+        ).encode()
+        for eqn in eqns
+    ]
+    places = range(len(eqns) + 1)
+    return [zlib.crc32(b"".join(looks[max(i - _LOOKS_AT, 0) : i])) for i in places]
