@@ -105,6 +105,10 @@ def autocast(
 
     In float16, train with a loss scale (`scale_aware`): autocast does not add one.
 
+    Call it under `jax.jit`. Elsewhere each call traces the function again, since it may
+    read other values than before, and compiles the loops and jitted functions in it:
+    milliseconds, where a call of a jitted function takes microseconds.
+
     Args:
       fun: any JAX function, with any control flow. Without it, `autocast` returns a
         decorator: `@autocast(policy="mixed_bfloat16")`.
