@@ -33,6 +33,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import arithmetic, half_calls, products, rules, segments
@@ -85,7 +86,7 @@ class _Uses(NamedTuple):
 class Analyzer:
     """Analyses jaxprs under one table and one policy, each of them once."""
 
-    def __init__(self, table: OpRules, regions: Regions, compute_dtype: Any):
+    def __init__(self, table: OpRules, regions: Regions, compute_dtype: DTypeLike):
         self.table, self.regions = table, regions
         self.compute_dtype = compute_dtype
         # The `id`s of the products whose `precision` the caller set.

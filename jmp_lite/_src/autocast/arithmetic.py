@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import sums
@@ -37,7 +38,7 @@ def is_arithmetic(eqn: Eqn) -> bool:
 
 
 @functools.cache
-def _is_f32_or_exact(dtype: Any) -> bool:
+def _is_f32_or_exact(dtype: DTypeLike) -> bool:
     return dtype in (F32, np.dtype(bool)) or jnp.issubdtype(dtype, jnp.integer)
 
 

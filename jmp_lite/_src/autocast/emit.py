@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import arithmetic, half_calls, loops, saving, sums
@@ -30,7 +31,7 @@ from jmp_lite._src.autocast.storage import (
 )
 from jmp_lite._src.autocast.sums import NO_READS, EqnReads, Reads
 from jmp_lite._src.jaxprs import binding, control_flow, core, name_scopes, sources
-from jmp_lite._src.jaxprs.core import F32, Eqn, Var, is_f32
+from jmp_lite._src.jaxprs.core import F32, ClosedJaxpr, Eqn, Var, is_f32
 from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts
 from jmp_lite._src.jaxprs.structure import structure
 
@@ -38,8 +39,8 @@ from jmp_lite._src.jaxprs.structure import structure
 class Rounded(NamedTuple):
     """A value that arithmetic has computed, and that is stored in half."""
 
-    stored: Any
-    inner: Any  # in float32, before it is rounded
+    stored: jax.Array
+    inner: jax.Array  # in float32, before it is rounded
 
 
 class Values:
@@ -50,26 +51,28 @@ class Values:
 
     def __init__(
         self,
-        half_dtype: Any,
+        half_dtype: DTypeLike,
         reads: Reads = NO_READS,
         read_again: frozenset[Var] = frozenset(),
     ):
         self.half_dtype, self.reads = half_dtype, reads
         self._read_again = read_again
-        self._made: dict[Any, Any] = {}
+        self._made: dict[Var, jax.Array] = {}
         # The cast of a float32 value to half, or the float32 value of a half one.
-        self._cast: dict[Any, Any] = {}
-        self._saturated: dict[Any, Any] = {}
+        self._cast: dict[Var, jax.Array] = {}
+        self._saturated: dict[Var, jax.Array] = {}
         # What arithmetic has computed of what is stored in half, before it is rounded.
-        self._inner: dict[Any, Any] = {}
+        self._inner: dict[Var, jax.Array] = {}
         # The moves that made half values whose float32 original is known.
-        self._moved_by: dict[Any, Any] = {}
+        self._moved_by: dict[Var, Eqn] = {}
 
-    def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
+    def write(self, variables: Sequence[Var], values: Sequence[jax.Array]) -> None:
         """Set the values of variables, in the dtypes in which they are stored."""
         self._made.update(zip(variables, values, strict=True))
 
-    def write_results(self, eqn: Eqn, plan: EqnPlan, results: Sequence[Any]) -> None:
+    def write_results(
+        self, eqn: Eqn, plan: EqnPlan, results: Sequence[jax.Array]
+    ) -> None:
         """Set the results of an equation; those of arithmetic may be stored in half."""
         self.write(eqn.outvars, results)
         if not plan.rule.is_arithmetic:
@@ -81,14 +84,14 @@ class Values:
                 store = sums.stored if is_read else lax.convert_element_type
                 self._made[var] = binding.call(eqn, store, value, self.half_dtype)
 
-    def hold(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
+    def hold(self, variables: Sequence[Var], values: Sequence[jax.Array]) -> None:
         """Set what `held` has returned, of the same variables."""
         for var, value in zip(variables, values, strict=True):
             if isinstance(value, Rounded):
                 value, self._inner[var] = value
             self._made[var] = value
 
-    def held(self, variables: Sequence[Var]) -> list[Any]:
+    def held(self, variables: Sequence[Var]) -> list[jax.Array | Rounded]:
         """Return what is known of variables: as it is stored, or `Rounded`."""
         return [
             Rounded(self._made[v], self._inner[v])
@@ -97,26 +100,26 @@ class Values:
             for v in variables
         ]
 
-    def read(self, variables: Sequence[Var], half: Sequence[bool]) -> list[Any]:
+    def read(self, variables: Sequence[Var], half: Sequence[bool]) -> list[jax.Array]:
         """Return values, in half where `half` says so, else in the program's dtype."""
         return [
             self._in_half(v) if is_half or core.is_half(v) else self._as_written(v)
             for v, is_half in zip(variables, half, strict=True)
         ]
 
-    def read_bounded(self, var: Var) -> Any:
+    def read_bounded(self, var: Var) -> jax.Array:
         """Return a value in half; of a mask in float32, numbers stay finite."""
         return self._in_half(var, joins=True)
 
-    def stored(self, var: Var) -> Any:
+    def stored(self, var: Var) -> jax.Array:
         """Return a value in the dtype in which it is stored."""
         return self._made[var]
 
-    def inner(self, var: Var) -> Any:
+    def inner(self, var: Var) -> jax.Array:
         """Return what arithmetic has computed, before it is rounded to half."""
         return self._inner.get(var, self._made[var])
 
-    def in_f32(self, var: Var) -> Any:
+    def in_f32(self, var: Var) -> jax.Array:
         """Return a float value in float32: the one that was cast to half, if it was."""
         value = self._made[var]
         if value.dtype == F32:
@@ -132,7 +135,7 @@ class Values:
             )
         return self._cast[var]
 
-    def before_cast(self, var: Var, value: Any) -> Any:
+    def before_cast(self, var: Var, value: jax.Array) -> jax.Array:
         """Return the float32 value that a half one was cast from, if that is known."""
         is_known = not compat.is_literal(var) and self._knows_origin(var)
         return self.in_f32(var) if is_known else value
@@ -140,7 +143,7 @@ class Values:
     def _knows_origin(self, var: Var) -> bool:
         return var in self._cast or var in self._moved_by
 
-    def operands(self, eqn: Eqn, plan: EqnPlan) -> Sequence[Any]:
+    def operands(self, eqn: Eqn, plan: EqnPlan) -> Sequence[jax.Array]:
         """Return what an equation reads: arithmetic, also before it is rounded."""
         if not plan.rule.is_arithmetic:
             return self.read(eqn.invars, plan.half_in)
@@ -152,7 +155,7 @@ class Values:
         ]
         return sums.bounded(operands, plan.bounded, self.half_dtype)
 
-    def apply(self, eqn: Eqn, half: Sequence[bool]) -> list[Any]:
+    def apply(self, eqn: Eqn, half: Sequence[bool]) -> list[jax.Array]:
         """Return the results of an equation, whose transpose sums in float32."""
         self._note_origin(eqn)
         reads = self.reads.by_eqn.get(id(eqn))
@@ -189,12 +192,14 @@ class Values:
             for v, is_half in zip(eqn.invars, reads.half, strict=True)
         ]
 
-    def _as_written(self, var: Var) -> Any:
+    def _as_written(self, var: Var) -> jax.Array:
         if compat.is_literal(var):
             return var.val
         return self.in_f32(var) if is_f32(var) else self._made[var]
 
-    def _in_half(self, var: Var, joins: bool = False, like: Sequence[Any] = ()) -> Any:
+    def _in_half(
+        self, var: Var, joins: bool = False, like: Sequence[jax.Array] = ()
+    ) -> jax.Array:
         """Return a value in half, differentiated as a cast of its own.
 
         It `joins` other values elementwise; `vmap` may map those that it is `like`, and
@@ -224,10 +229,12 @@ class Values:
             self._cast[var] = sums.cast(value, self.half_dtype)
         return self._cast[var], is_first
 
-    def _like(self, reads: EqnReads, index: int) -> Sequence[Any]:
+    def _like(self, reads: EqnReads, index: int) -> Sequence[jax.Array]:
         return [self._made[v] for v in reads.like.get(index, ())]
 
-    def _broadcast(self, eqn: Eqn, operands: list[Any], reads: EqnReads) -> Any:
+    def _broadcast(
+        self, eqn: Eqn, operands: list[jax.Array], reads: EqnReads
+    ) -> jax.Array:
         """Run an elementwise equation some of whose half operands are smaller."""
         shape, first = eqn.outvars[0].aval.shape, reads.smaller[0]
         is_divided = sums.divides(eqn) and first == 0
@@ -260,10 +267,12 @@ class Emitter:
         # An `Analyzer` or `AsWritten`, which plans the rules for derivatives.
         self.analyzer = analyzer
         self.half_dtype = jnp.dtype(analyzer.compute_dtype)
-        self._closed: dict[Any, Any] = {}
-        self._segments: dict[Any, Any] = {}
+        self._closed: dict[Hashable, ClosedJaxpr] = {}
+        self._segments: dict[Hashable, ClosedJaxpr] = {}
 
-    def run(self, plan: Plan, half_out: tuple[bool, ...], *args: Any) -> list[Any]:
+    def run(
+        self, plan: Plan, half_out: tuple[bool, ...], *args: jax.Array
+    ) -> list[jax.Array]:
         """Return the outputs of a jaxpr, in half where `half_out` says so."""
         return self._run(plan, half_out, args, {})[0]
 
@@ -271,11 +280,11 @@ class Emitter:
         self,
         plan: Plan,
         half_out: tuple[bool, ...],
-        args: Sequence[Any],
+        args: Sequence[jax.Array],
         shared: Mapping[int, loops.Shared],
-    ) -> tuple[list[Any], dict[int, Any]]:
+    ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
         """Return what `run` does, and what products multiply shared weights by."""
-        factors: dict[int, Any] = {}
+        factors: dict[int, jax.Array] = {}
         values = Values(self.half_dtype, plan.reads, plan.read_again)
         values.write(plan.jaxpr.constvars, plan.consts)
         values.write(plan.jaxpr.invars, args)
@@ -284,21 +293,22 @@ class Emitter:
                 self._run_before(step, plan, values)
                 step = step.product
             if isinstance(step, Segment):
-                first, args = plan.jaxpr.eqns[step.eqns[0]], (step, plan, values)
-                outs = binding.in_mesh(first, self._run_segment, *args)
+                first, run = plan.jaxpr.eqns[step.eqns[0]], self._run_segment
+                outs = binding.in_mesh(first, run, step, plan, values)
                 values.write(step.writes, outs)
                 continue
             if isinstance(step, Part):
-                product, args = plan.jaxpr.eqns[step.product], (step, plan, values)
-                outs = binding.in_mesh(product, self._run_part, *args)
+                product, run = plan.jaxpr.eqns[step.product], self._run_part
+                outs = binding.in_mesh(product, run, step, plan, values)
                 values.write(product.outvars, outs)
                 continue
             eqn, of_eqn = plan.jaxpr.eqns[step], plan.eqn_plans[step]
             if step in shared:
                 read = values.read(eqn.invars, (True, True))
                 factors[step] = read[1 - shared[step].side]
-                args = eqn, of_eqn, read, shared[step], self.half_dtype
-                values.write(eqn.outvars, [loops.multiply(*args)])
+                factor, dtype = shared[step], self.half_dtype
+                out = loops.multiply(eqn, of_eqn, read, factor, dtype)
+                values.write(eqn.outvars, [out])
                 continue
             results = self.run_eqn(eqn, of_eqn, values)
             if of_eqn.rule.is_arithmetic:
@@ -339,7 +349,7 @@ class Emitter:
             eqn, of_eqn = plan.jaxpr.eqns[i], plan.eqn_plans[i]
             values.write(eqn.outvars, self.run_eqn(eqn, of_eqn, values))
 
-    def run_eqn(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
+    def run_eqn(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[jax.Array]:
         """Return the results of one equation, run as its plan says."""
         is_written = all(body.changes_nothing for body in plan.bodies)
         is_written &= not (any(plan.half_in) or half_calls.is_choice(eqn))
@@ -438,7 +448,7 @@ class Emitter:
 
         return rule
 
-    def _rebuild(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[Any]:
+    def _rebuild(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[jax.Array]:
         """Run an equation around its rewritten jaxprs."""
         operands = list(binding.call(eqn, values.operands, eqn, plan))
         subs = control_flow.sub_jaxprs(eqn) or ()
@@ -462,8 +472,8 @@ class Emitter:
         )
 
     def _scan(
-        self, eqn: Eqn, plan: EqnPlan, values: Values, operands: Sequence[Any]
-    ) -> Sequence[Any]:
+        self, eqn: Eqn, plan: EqnPlan, values: Values, operands: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
         """Run a scan; sums of gradients over its iterations are float32."""
         (body,) = plan.bodies
         return loops.scan(
@@ -503,7 +513,7 @@ def _structure(
     eqns: Sequence[Eqn],
     bounded: Sequence[Sequence[bool]],
     rounded: Sequence[Var],
-    half_dtype: Any,
+    half_dtype: DTypeLike,
 ) -> Hashable:
     """Return what is equal for segments that compute the same, at the same places."""
 
@@ -528,10 +538,10 @@ def _compute(
     eqns: Sequence[Eqn],
     bounded: Sequence[Sequence[bool]],
     rounded: Sequence[Var],
-    half_dtype: Any,
-    operands: Sequence[Any],
-    totals: Sequence[Any] | None = None,
-) -> tuple[list[Any], list[Any]]:
+    half_dtype: DTypeLike,
+    operands: Sequence[jax.Array],
+    totals: Sequence[jax.Array] | None = None,
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return what a segment writes, in float32 arithmetic of what it reads; its totals.
 
     Totals, the results of sums, that are known are differentiated, and not computed

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast import half_calls, products, transform
@@ -265,7 +266,7 @@ def explain(
     return explained
 
 
-def _decision(of: Placed, half_dtype: Any) -> OpDecision:
+def _decision(of: Placed, half_dtype: DTypeLike) -> OpDecision:
     flops = products.flops(of.eqn)
     if of.reason.startswith((half_calls.REASON, NOT_OPENED)):
         flops = control_flow.count_eqns([of.eqn], products.flops)
@@ -284,7 +285,7 @@ def _decision(of: Placed, half_dtype: Any) -> OpDecision:
     )
 
 
-def _dtypes_after(eqn: Eqn, plan: EqnPlan, half_dtype: Any) -> str:
+def _dtypes_after(eqn: Eqn, plan: EqnPlan, half_dtype: DTypeLike) -> str:
     outs = _names(eqn.outvars, plan.half_out, half_dtype)
     if isinstance(plan.rule, Fp8):
         ins = " ".join(reports.short_dtype(np.dtype(x)) for x in plan.rule.dtypes)
@@ -296,7 +297,7 @@ def _dtypes_after(eqn: Eqn, plan: EqnPlan, half_dtype: Any) -> str:
     return f"{ins} -> {outs}"
 
 
-def _names(variables: Any, half: Any = (), half_dtype: Any = None) -> str:
+def _names(variables: Any, half: Any = (), half_dtype: DTypeLike | None = None) -> str:
     def name(var, is_half):
         dtype = half_dtype if is_half else core.dtype_of(var)
         return "" if dtype is None else reports.short_dtype(dtype)

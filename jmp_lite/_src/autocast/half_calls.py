@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding, core, name_scopes
@@ -53,7 +54,7 @@ def outside() -> Any:
 
 
 @contextlib.contextmanager
-def inside(half_dtype: Any, by_scope: bool = False) -> Iterator[None]:
+def inside(half_dtype: DTypeLike, by_scope: bool = False) -> Iterator[None]:
     """Enter a context in which `in_half` functions get half arrays.
 
     An exception that names a dtype gets a note of `in_half`.

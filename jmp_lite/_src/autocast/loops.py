@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import DTypeLike
 
 from jmp_lite._src import compat, dtypes
 from jmp_lite._src.autocast import products, sums
@@ -77,7 +78,11 @@ def _is_shared(weight: Var, eqn: Eqn, plan: EqnPlan) -> bool:
 
 
 def multiply(
-    eqn: Eqn, plan: EqnPlan, operands: Sequence[Any], shared: Shared, half_dtype: Any
+    eqn: Eqn,
+    plan: EqnPlan,
+    operands: Sequence[jax.Array],
+    shared: Shared,
+    half_dtype: DTypeLike,
 ) -> Any:
     """Return a shared product, whose derivative is that of the zeros beside it."""
     is_half = plan.half_out[0] or core.is_half(eqn.outvars[0])
@@ -90,10 +95,10 @@ def scan(
     eqn: Eqn,
     body: Plan,
     run_body: RunBody,
-    operands: Sequence[Any],
+    operands: Sequence[jax.Array],
     in_f32: Callable[[int], Any],
-    half_dtype: Any,
-) -> Sequence[Any]:
+    half_dtype: DTypeLike,
+) -> Sequence[jax.Array]:
     """Run a scan; `in_f32` returns an operand in float32."""
     num_consts, num_carry = compat.scan_counts(eqn.params) or (0, 0)
     consts, rest = list(operands[:num_consts]), operands[num_consts:]

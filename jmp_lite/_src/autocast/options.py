@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jmp_lite._src import arguments, compat, dtypes, fp8
 from jmp_lite._src.autocast import half_calls
@@ -100,7 +101,7 @@ class OpRules:
         object.__setattr__(self, "classes", tuple(sorted(pairs.items())))
 
     @classmethod
-    def default(cls, compute_dtype: Any, half_results: bool = True) -> "OpRules":
+    def default(cls, compute_dtype: DTypeLike, half_results: bool = True) -> "OpRules":
         """Return the rules for a compute dtype.
 
         Both halves have the same.
@@ -177,7 +178,7 @@ class OpRules:
 def resolve_rules(
     rules: OpRules | Mapping[str, str] | None,
     policy: Policy | PolicyMap,
-    compute_dtype: Any,
+    compute_dtype: DTypeLike,
     half_results: bool | None = None,
     fp8_min_size: int | None = None,
     recompute: bool | None = None,

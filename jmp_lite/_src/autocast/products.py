@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jmp_lite._src import compat, dtypes, fp8, new_primitives
 from jmp_lite._src.jaxprs import binding, control_flow, core, matmul_precision
@@ -21,7 +22,9 @@ NAMES = matmul_precision.PRODUCTS
 COMPLEX = "complex"  # why a product of complex numbers is not in half
 
 
-def run(eqn: Eqn, operands: Sequence[Any], half_dtype: Any, half_result: bool) -> Any:
+def run(
+    eqn: Eqn, operands: Sequence[jax.Array], half_dtype: DTypeLike, half_result: bool
+) -> Any:
     """Return the product of operands in half, in half or in f32 from the accumulator.
 
     It casts float32 operands. Their gradients are the float32 accumulators of products:
@@ -84,7 +87,7 @@ def is_convolution(eqn: Eqn) -> bool:
     return eqn.primitive.name == "conv_general_dilated"
 
 
-def why_not_half(eqn: Eqn, is_filled_in: bool, compute_dtype: Any) -> str:
+def why_not_half(eqn: Eqn, is_filled_in: bool, compute_dtype: DTypeLike) -> str:
     """Return why a product may not run in half, or "".
 
     An operand may be in the compute dtype already, and the caller may have set the
@@ -175,8 +178,8 @@ def _order(eqn: Eqn, permutation: tuple[int, ...] | None) -> Order | None:
 def run_in_order(
     order: Order | None,
     eqn: Eqn,
-    operands: Sequence[Any],
-    half_dtype: Any,
+    operands: Sequence[jax.Array],
+    half_dtype: DTypeLike,
     half_result: bool,
 ) -> Any:
     """Return what `run` makes of a product, in such an order."""
@@ -198,7 +201,7 @@ def run_in_order(
 CAST_OPERAND = "cast operand"
 
 
-def _halves(operands: Sequence[Any], half_dtype: Any) -> list[Any]:
+def _halves(operands: Sequence[jax.Array], half_dtype: DTypeLike) -> list[jax.Array]:
     from jax.ad_checkpoint import checkpoint_name  # not loaded by `import jax`
 
     return [
@@ -214,15 +217,17 @@ class _How(NamedTuple):
 
     primitive: Any
     params: tuple[tuple[str, Any], ...]
-    half_dtype: Any
+    half_dtype: DTypeLike
     half_result: bool
 
     @classmethod
-    def of(cls, eqn: Eqn, half_dtype: Any, half_result: bool) -> "_How":
+    def of(cls, eqn: Eqn, half_dtype: DTypeLike, half_result: bool) -> "_How":
         params = tuple(sorted(eqn.params.items()))
         return cls(eqn.primitive, params, half_dtype, half_result)
 
-    def multiply(self, *operands: jax.Array, dtype: Any = None) -> jax.Array:
+    def multiply(
+        self, *operands: jax.Array, dtype: DTypeLike | None = None
+    ) -> jax.Array:
         """Return the product of operands cast to half, and then to another dtype."""
         cast = [
             x.astype(self.half_dtype).astype(dtype or self.half_dtype)
@@ -248,7 +253,7 @@ def _impl_on_cpu(*operands, how, in_axes):
     return functools.reduce(jax.vmap, in_axes, in_f32)(*operands)
 
 
-def _multiply(operands: Sequence[Any], how: _How, in_axes: Any = ()) -> jax.Array:
+def _multiply(operands: Sequence[jax.Array], how: _How, in_axes: Any = ()) -> jax.Array:
     options = {"how": how, "in_axes": in_axes}
     if how.half_result and all(x.dtype != jnp.float32 for x in operands[:2]):
         return _impl(*operands, **options)  # policies of `jax.checkpoint` look for it
@@ -296,7 +301,9 @@ def _transpose(ct, aval, *others, operand, how, in_axes):
     return out
 
 
-def _run_in_float32(eqn: Eqn, operands: Sequence[Any], half_dtype: Any) -> list[Any]:
+def _run_in_float32(
+    eqn: Eqn, operands: Sequence[jax.Array], half_dtype: DTypeLike
+) -> list[jax.Array]:
     """Run an equation of a transposed product; results of products are float32."""
     if eqn.primitive.name in NAMES:
         return [run(eqn, operands, half_dtype, half_result=False)]
@@ -319,7 +326,7 @@ _product = new_primitives.new_primitive(
 
 
 def of_each(
-    eqn: Eqn, operand: int, x: jax.Array, others: jax.Array, half_dtype: Any
+    eqn: Eqn, operand: int, x: jax.Array, others: jax.Array, half_dtype: DTypeLike
 ) -> jax.Array:
     """Return products of `x`, as this operand, with each of the others, in half.
 
@@ -356,7 +363,7 @@ class Softmax(NamedTuple):
 
 def find_softmaxes(jaxpr: Jaxpr) -> dict[int, Softmax]:
     """Return the softmaxes of a jaxpr by the index of the equation that divides."""
-    made_by: dict[Any, Any] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    made_by: dict[Var, Eqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     found = {}
     for index, eqn in enumerate(jaxpr.eqns):
         if eqn.primitive.name != "div" or any(map(compat.is_literal, eqn.invars)):
@@ -379,7 +386,7 @@ def _name(eqn: Eqn) -> str:
     return "" if eqn is None else eqn.primitive.name
 
 
-def _keeps_dims(spread: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
+def _keeps_dims(spread: Eqn, shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
     """Return whether the sum is put back where it was, with 1 for what it summed."""
     kept = tuple(1 if i in axes else d for i, d in enumerate(shape))
     others = tuple(i for i in range(len(shape)) if i not in axes)
@@ -388,7 +395,7 @@ def _keeps_dims(spread: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> b
 
 
 def _softmax_impl(
-    logits: jax.Array, *, axes: tuple[int, ...], dtype: Any, may_repeat: bool
+    logits: jax.Array, *, axes: tuple[int, ...], dtype: DTypeLike, may_repeat: bool
 ) -> jax.Array:
     """Return `exp(logits) / sum(exp(logits))` in `dtype`, from f32 arithmetic.
 

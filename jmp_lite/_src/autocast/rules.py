@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence, Set
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jmp_lite._src import compat, dtypes, fp8
 from jmp_lite._src.autocast import digits, half_calls, products, sums
@@ -199,7 +200,7 @@ class Fp8(Accumulated):
 
     name, is_fp8 = "fp8", True
 
-    def __init__(self, lhs_dtype: Any):
+    def __init__(self, lhs_dtype: DTypeLike):
         super().__init__()
         self.dtypes = lhs_dtype, fp8.FORWARD  # of the two operands
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmp_lite._src.autocast import products, sums
 from jmp_lite._src.autocast.arithmetic import reduces
@@ -93,7 +94,7 @@ class Kept(NamedTuple):
     array: jax.Array
 
     @classmethod
-    def of(cls, x: jax.Array, half_dtype: Any) -> "Kept":
+    def of(cls, x: jax.Array, half_dtype: DTypeLike) -> "Kept":
         """Keep an array that has rows."""
         value = sums.without_derivative(x)
         mean = jnp.mean(value, -1, keepdims=True)

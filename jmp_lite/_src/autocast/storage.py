@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from jmp_lite._src import reports
 from jmp_lite._src.autocast import half_calls
@@ -39,7 +40,7 @@ class Held(enum.IntEnum):
 HALF, INPUT, FLOAT32, OTHER = Held
 
 
-def of_constant(x: Any, compute_dtype: Any) -> Held:
+def of_constant(x: Any, compute_dtype: DTypeLike) -> Held:
     """Return FLOAT32 for numbers that half does not hold, else INPUT.
 
     These are masks of -1e10 and an eps of 1e-8 in float16, and in both halves what is
@@ -58,7 +59,7 @@ def of_constant(x: Any, compute_dtype: Any) -> Held:
 
 
 @functools.cache
-def _of_scalar(x: float, compute_dtype: Any) -> Held:
+def _of_scalar(x: float, compute_dtype: DTypeLike) -> Held:
     info = jnp.finfo(compute_dtype)
     if x == 0 or not math.isfinite(x):
         return INPUT

@@ -31,6 +31,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental import jet
 from jax.interpreters import ad, batching
+from jax.typing import DTypeLike
 
 from jmp_lite._src import compat, new_primitives
 from jmp_lite._src.jaxprs import binding, core
@@ -40,7 +41,9 @@ from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts, has
 # The primitive.
 
 
-def differentiate_as(value: jax.Array, expression: jax.Array, *like: Any) -> jax.Array:
+def differentiate_as(
+    value: jax.Array, expression: jax.Array, *like: jax.Array
+) -> jax.Array:
     """Return `value`, with the derivative of `expression`, floating and of its shape.
 
     `like` are arrays that the result is combined with. Under `vmap`, if one of them is
@@ -75,7 +78,7 @@ def _transpose(cotangent: Any, value: Any, expression: Any, *like: Any) -> Any:
     return cotangents
 
 
-def all_mapped(operands: Any, axes: Any, count: int | None = None) -> list[Any]:
+def all_mapped(operands: Any, axes: Any, count: int | None = None) -> list[jax.Array]:
     """Return the first operands of a rule for `vmap`, with the mapped axis in front."""
     pairs = list(zip(operands, axes, strict=True))
     (length,) = {x.shape[axis] for x, axis in pairs if axis is not None}
@@ -132,7 +135,7 @@ first_derivative_as = new_primitives.new_primitive(
 # Operations.
 
 
-def cast(x: Any, dtype: Any) -> jax.Array:
+def cast(x: Any, dtype: DTypeLike) -> jax.Array:
     """Cast an array where it was made."""
     return binding.in_mesh_of(x, lax.convert_element_type, x, dtype)
 
@@ -152,7 +155,9 @@ def spread(
     return differentiate_as(value, expression, *like)
 
 
-def scale(eqn: Eqn, array: Any, factor: Any, factor_in_f32: Any) -> Any:
+def scale(
+    eqn: Eqn, array: jax.Array, factor: jax.Array, factor_in_f32: jax.Array
+) -> jax.Array:
     """Return `array * factor` or `array / factor`, of an array and a smaller factor.
 
     Both are half; the factor in float32 is differentiated. The backward pass keeps the
@@ -166,7 +171,7 @@ def scale(eqn: Eqn, array: Any, factor: Any, factor_in_f32: Any) -> Any:
     return differentiate_as(value, _multiply(array, factor_in_f32, dtype=value.dtype))
 
 
-def _multiply_impl(x: jax.Array, y: jax.Array, *, dtype: Any) -> jax.Array:
+def _multiply_impl(x: jax.Array, y: jax.Array, *, dtype: DTypeLike) -> jax.Array:
     """Return the product of two arrays of one rank, which are broadcast, in `dtype`."""
     return (x.astype(jnp.float32) * y.astype(jnp.float32)).astype(dtype)
 
@@ -228,8 +233,8 @@ def sums_backward(eqn: Eqn) -> bool:
 
 
 def bind(
-    eqn: Eqn, operands: Sequence[Any], in_f32: Sequence[Any], repeats: int
-) -> list[Any]:
+    eqn: Eqn, operands: Sequence[jax.Array], in_f32: Sequence[jax.Array], repeats: int
+) -> list[jax.Array]:
     """Run an equation for which `sums_backward` is true.
 
     `in_f32` are its operands with half ones in float32: these are differentiated.
@@ -253,7 +258,9 @@ def bind(
     return [differentiate_as(value, expression)]
 
 
-def _mean_of_chosen(chosen: Any, array: Any, in_f32: Any, axes: Any) -> jax.Array:
+def _mean_of_chosen(
+    chosen: jax.Array, array: jax.Array, in_f32: jax.Array, axes: Sequence[int]
+) -> jax.Array:
     """Return the float32 mean of the elements of an array that equal the chosen one."""
     is_chosen = array == lax.expand_dims(chosen, axes)
     total = jnp.sum(lax.select(is_chosen, in_f32, lax.full_like(in_f32, 0)), axes)
@@ -292,7 +299,7 @@ def _one_along_an_axis(eqn: Eqn, in_f32: jax.Array, indices: jax.Array) -> jax.A
     return jax.checkpoint(total, prevent_cse=False)(in_f32, indices)
 
 
-def bound(x: Any, dtype: Any) -> Any:
+def bound(x: Any, dtype: DTypeLike) -> Any:
     """Return float32 numbers to which negative half ones may be added.
 
     A finite number below the range of half, as masks contain, becomes half of the
@@ -311,13 +318,13 @@ def _is_number(x: Any) -> bool:
 
 
 @new_primitives.new_value
-def _bounded(x: jax.Array, *, dtype: Any) -> jax.Array:
+def _bounded(x: jax.Array, *, dtype: DTypeLike) -> jax.Array:
     lowest = np.asarray(jnp.finfo(dtype).min, x.dtype)
     is_below = (x < lowest) & lax.is_finite(x)
     return lax.select(is_below, lax.full_like(x, lowest / 2), x)
 
 
-def stored(x: jax.Array, dtype: Any) -> jax.Array:
+def stored(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Cast to half; XLA would leave out that cast and back, and store float32 too."""
     return lax.optimization_barrier(lax.convert_element_type(x, dtype))
 
@@ -348,15 +355,15 @@ _rounded = new_primitives.new_primitive(
 )
 
 
-def rounded_backward(x: jax.Array, dtype: Any) -> jax.Array:
+def rounded_backward(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return float32 numbers, whose gradient is rounded to half where it is stored."""
     expression = lax.convert_element_type(stored(x, dtype), x.dtype)
     return differentiate_as(without_derivative(x), expression)
 
 
 def bounded(
-    operands: Sequence[Any], is_bounded: Sequence[bool], dtype: Any
-) -> Sequence[Any]:
+    operands: Sequence[jax.Array], is_bounded: Sequence[bool], dtype: DTypeLike
+) -> Sequence[jax.Array]:
     """Return float32 operands, of which some may be masks."""
     if not is_bounded:
         return operands
@@ -365,7 +372,7 @@ def bounded(
 
 
 @new_primitives.new_value
-def saturate(x: jax.Array, *, dtype: Any) -> jax.Array:
+def saturate(x: jax.Array, *, dtype: DTypeLike) -> jax.Array:
     """Cast to half; finite numbers below the range become the lowest half number.
 
     Masks contain them. bfloat16 ends a little before float32: `finfo(float32).min`
@@ -474,7 +481,7 @@ def find_reads(
     return Reads(by_eqn, many, differentiated)
 
 
-def _repeats(eqn: Eqn, made_by: Mapping[Any, Eqn]) -> int:
+def _repeats(eqn: Eqn, made_by: Mapping[Var, Eqn]) -> int:
     """Return how often a gather along an axis repeats each row in turn, 0 if unknown.
 
     `jax.image.resize` looks up the nearest pixels at indices that it computes from
@@ -515,11 +522,11 @@ def _repeats(eqn: Eqn, made_by: Mapping[Any, Eqn]) -> int:
     return times if np.array_equal(found, expected) else 0
 
 
-def _floats(operands: Iterable[Any]) -> Iterable[Any]:
+def _floats(operands: Iterable[Var]) -> Iterable[Var]:
     return filter(core.is_float, variables(operands))
 
 
-def find_differentiated(jaxpr: Jaxpr) -> frozenset[Any]:
+def find_differentiated(jaxpr: Jaxpr) -> frozenset[Var]:
     """Return the variables between float inputs and float outputs."""
     eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
     of_inputs = set(_floats([*jaxpr.constvars, *jaxpr.invars]))
@@ -534,7 +541,7 @@ def find_differentiated(jaxpr: Jaxpr) -> frozenset[Any]:
 
 
 def _eqn_reads(
-    eqn: Eqn, half: Any, differentiated: Any, inputs: Mapping[Any, int]
+    eqn: Eqn, half: Any, differentiated: Any, inputs: Mapping[Var, int]
 ) -> EqnReads:
     name, like, smaller = eqn.primitive.name, {}, []
     known = facts(name)
@@ -553,7 +560,9 @@ def _eqn_reads(
     return EqnReads(half, like, smaller, may_sum and sums_backward(eqn))
 
 
-def _covering(operands: Any, inputs: Mapping[Any, int], var: Var) -> Sequence[Any]:
+def _covering(
+    operands: Any, inputs: Mapping[Var, int], var: Var
+) -> Sequence[jax.Array]:
     """Return operands that depend on all inputs that one operand does not depend on."""
     others = list(variables(operands))
     missing = union(inputs.get(v, 0) for v in others) & ~inputs.get(var, 0)

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jmp_lite._src import compat, dtypes, fp8, trees
 from jmp_lite._src.autocast import half_calls, products, sums
@@ -455,7 +456,7 @@ def _complex_share(equations: Iterable[Placed]) -> float:
 def plan_call(
     fun: Callable[..., Any],
     policy: Policy | PolicyMap,
-    compute_dtype: Any,
+    compute_dtype: DTypeLike,
     rules: OpRules,
     args: Any,
     kwargs: Any,
