@@ -28,8 +28,13 @@ SUITES = {  # `transform_test.py` of haiku needs TensorFlow
     "dm-haiku": "haiku/_src/{}_test.py: stateful lift layer_stack recurrent attention",
 }
 # Tests that measure time; and those that fail in a function that is traced abstractly,
-# also by `jax.jit`: they await an error while it runs, or pass no tracers.
-EXCEPT = "not (speed or unperturbed_output or assert_dce or diff_state)"
+# also by `jax.jit`: they await an error while it runs, or pass no tracers. Flax' hijax
+# variables (experimental) fail in `jax.checkpoint` and `jax.eval_shape` under `jit`,
+# too, where a function that is traced again changes one.
+EXCEPT = (
+    "not (speed or unperturbed_output or assert_dce or diff_state or hijax "
+    "or pytree_value)"
+)
 # The sdist of equinox has no tests.
 EQUINOX = "https://github.com/patrick-kidger/equinox/archive/refs/tags/v{}.tar.gz"
 
