@@ -17,7 +17,6 @@ from checkpoints import refusal
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
-from jmp_lite._src.checkpoint import record
 
 # Folders and steps.
 
@@ -175,18 +174,6 @@ def test_a_damaged_checkpoint_prints_no_tracebacks_of_an_event_loop(
     assert caplog.text == "" and capfd.readouterr().err == ""
 
 
-def test_a_damaged_newest_step_can_be_saved_again(tmp_path: Path) -> None:
-    for step in (4, 6):
-        checkpoint.save(tmp_path, {"x": jnp.float32(step)}, step=step)
-    shutil.rmtree(tmp_path / "6" / "state")
-    like = {"x": jnp.float32(0)}
-    text = refusal(checkpoint.restore, tmp_path, like)
-    assert text.startswith(f"Step 6 in {tmp_path} cannot be read")
-    state = checkpoint.restore(tmp_path, like, step=4).state
-    checkpoint.save(tmp_path, {"x": state["x"] + 2}, step=6)
-    assert checkpoint.restore(tmp_path, like).state["x"] == 6.0
-
-
 def test_the_checkpoint_of_another_program_is_said_to_be_theirs(tmp_path: Path) -> None:
     state = {"x": jnp.ones(2)}
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
@@ -198,13 +185,3 @@ def test_the_checkpoint_of_another_program_is_said_to_be_theirs(tmp_path: Path) 
     for name in ("orbax", "orbax/3", "of flax", "of flax/checkpoint_5"):
         assert checkpoint.latest_step(tmp_path / name) is None
         assert theirs in refusal(checkpoint.restore, tmp_path / name, state)
-
-
-def test_a_format_of_the_future_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(record, "_FORMAT", 2)
-        checkpoint.save(tmp_path, {}, step=1)
-    text = refusal(checkpoint.restore, tmp_path, {})
-    assert "(ValueError: expected format 1, got 2)" in text

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,15 +57,6 @@ def test_a_writer_that_is_killed_locks_the_folder_no_longer(tmp_path: Path) -> N
     assert names(tmp_path) == [".writer"]
     checkpoint.save(tmp_path, {"x": 1}, step=1)
     assert names(tmp_path) == ["1"]
-
-
-def test_what_a_writer_left_that_was_killed_stops_no_save(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, {"x": 1}, step=4)
-    # It had not removed what it replaced.
-    shutil.copytree(tmp_path / "4", tmp_path / "replaced_4")
-    checkpoint.save(tmp_path, {"x": 2}, step=4)
-    assert names(tmp_path) == ["4"]
-    assert checkpoint.restore(tmp_path, LIKE).state == {"x": 2}
 
 
 def test_no_save_that_returned_is_lost(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ writes and reads its own shards.
 
 import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -18,7 +18,6 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from jmp_lite._src.checkpoint.folder import is_local
 from jmp_lite._src.checkpoint.leaves import LeafSpec, sharding_of, stored_as
 from jmp_lite._src.reports import summarize
 
@@ -42,7 +41,7 @@ class _NumpyHandler(ocp.type_handlers.NumpyHandler):
             self.errors.append(error)
 
 
-def write(path: epath.Path, arrays: Mapping[str, Any]) -> None:
+def write(path: epath.Path, arrays: Mapping[str, np.ndarray | jax.Array]) -> None:
     """Write arrays by key path into a new folder."""
     types, numpy_handler = ocp.type_handlers, _NumpyHandler()
     registry = types.create_type_handler_registry(
@@ -75,9 +74,8 @@ class Store:
     """The arrays that `write` has written into a folder."""
 
     def __init__(self, path: epath.Path):
-        base: Any = f"{quote(path.as_posix(), safe=':/')}/"
-        if is_local(path):
-            base = {"driver": "file", "path": f"{path}/"}
+        url = path.as_posix() if "://" in path.as_posix() else f"file://{path}"
+        base = f"{quote(url, safe=':/')}/"
         pool = "cache_pool#ocdbt"  # holds the names, for all arrays
         self._kvstore = {"driver": "ocdbt", "base": base, "cache_pool": pool}
         self._context = ts.Context({pool: {"total_bytes_limit": 100_000_000}})
@@ -92,7 +90,9 @@ class Store:
             if lost:
                 raise ValueError(f"{summarize(lost)} cannot be read back")
 
-    def read(self, path: str, leaf: LeafSpec, target: Any) -> Any:
+    def read(
+        self, path: str, leaf: LeafSpec, target: Any
+    ) -> np.ndarray | Callable[[], jax.Array]:
         """Read an array; return a function that reads one that spans processes."""
         spec = {
             "driver": "zarr",
@@ -110,15 +110,15 @@ class Store:
         if any((part or 0) > whole for part, whole in zip(chunk, shape, strict=True)):
             raise ValueError(f"{path} has chunks of shape {list(chunk)}")
 
-        def read(index: Any) -> np.ndarray:
-            array = np.asarray(stored[index].read().result())
+        def read(index: tuple[slice, ...] | None = None) -> np.ndarray:
+            array = np.asarray(stored[index or ()].read().result())
             return array.view(leaf.dtype) if leaf.kind == "array" else array
 
         sharding = sharding_of(target)
         if sharding is not None and not sharding.is_fully_addressable:
             # Called by the thread of the user, who may have enabled 64 bits for it.
             return lambda: jax.make_array_from_callback(shape, sharding, read)
-        array = read(...)
+        array = read()
         if leaf.crc32 not in (None, crc32(array)):
             raise ValueError(f"{path} does not match its checksum")
         return array

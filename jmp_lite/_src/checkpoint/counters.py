@@ -1,46 +1,38 @@
 """Counters of `scale_aware` in checkpoints up to 0.2.0: each was saved by itself."""
 
-from typing import Any
+from collections.abc import Callable
 
-import jax
 import numpy as np
 
-from jmp_lite._src.checkpoint.leaves import LeafSpec, sharding_of
+from jmp_lite._src.checkpoint.leaves import LeafSpec
 
 _COUNTERS = ("skipped_steps", "consecutive_skips")
-_SAVED = (*_COUNTERS, "last_finite")
 
 
-def as_saved(targets: dict[str, Any], saved: dict[str, LeafSpec]) -> dict[str, Any]:
-    """Return targets by key path, with those of single counters where these are saved.
-
-    Arrays of NumPy stand for them.
-    """
-    found = {}
-    for name, target in targets.items():
-        parts = [_sibling(name, part) for part in _SAVED]
-        is_old = name not in saved and name.rpartition("/")[2] == "counters"
-        if is_old and all(part in saved for part in parts):
-            found |= {x: np.zeros(saved[x].shape, saved[x].dtype) for x in parts}
-        else:
-            found[name] = target
+def in_one_array(
+    saved: dict[str, LeafSpec], wanted: dict[str, LeafSpec]
+) -> dict[str, LeafSpec]:
+    """Return the saved specs, with arrays of `wanted` in place of single counters."""
+    found = dict(saved)
+    for name in wanted.keys() - saved.keys():
+        parts = [_sibling(name, part) for part in (*_COUNTERS, "last_finite")]
+        if name.rpartition("/")[2] == "counters" and all(x in found for x in parts):
+            found = {x: leaf for x, leaf in found.items() if x not in parts}
+            found[name] = wanted[name]
     return found
 
 
-def joined(restored: dict[str, Any], targets: dict[str, Any]) -> list[Any]:
-    """Return what was restored, of each target, with single counters in one array."""
-    return [
-        restored[name] if name in restored else _join(restored, name, target)
-        for name, target in targets.items()
-    ]
+def read(
+    name: str, leaf: LeafSpec, read_array: Callable[[str, np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Read the array of counters that were saved by themselves.
 
-
-def _join(restored: dict[str, Any], name: str, target: Any) -> Any:
-    found = np.zeros(target.shape, target.dtype)  # what was not counted is 0
+    `read_array` reads one of them by its key path, for a target of its shape.
+    """
+    found = np.zeros(leaf.shape, leaf.dtype)  # what was not counted is 0
     for i, counter in enumerate(_COUNTERS):
-        found[..., i] = restored[_sibling(name, counter)]
-    is_numpy = isinstance(target, np.ndarray)
-    return found if is_numpy else jax.device_put(found, sharding_of(target))
+        found[..., i] = read_array(_sibling(name, counter), found[..., i])
+    return found
 
 
 def _sibling(name: str, part: str) -> str:

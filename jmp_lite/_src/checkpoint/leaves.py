@@ -30,8 +30,8 @@ class Cast(NamedTuple):
       underflowed: how many non-zero numbers became 0.
     """
 
-    from_dtype: Any
-    to_dtype: Any
+    from_dtype: np.dtype | str
+    to_dtype: np.dtype | str
     underflowed: int
 
 
@@ -196,7 +196,7 @@ def to_target(
     return (compat.weakly_typed(value) if is_weak else value), cast
 
 
-def cast_array(array: Any, dtype: Any, where: str) -> tuple[Any, Cast]:
+def cast_array(array: Any, dtype: np.dtype, where: str) -> tuple[Any, Cast]:
     """Cast an array to a dtype of its kind; raise if a finite number is lost."""
     xp: Any = np if isinstance(array, np.ndarray) else jnp
     with np.errstate(all="ignore"):
@@ -213,7 +213,7 @@ def cast_array(array: Any, dtype: Any, where: str) -> tuple[Any, Cast]:
     return new, Cast(array.dtype, np.dtype(dtype), underflowed)
 
 
-def sharding_of(target: Any) -> Any:
+def sharding_of(target: Any) -> jax.sharding.Sharding | None:
     """Return the sharding for a restored leaf, or None for the default device."""
     # A restored array would be committed, and fail with arrays on other devices.
     if isinstance(target, jax.Array) and not target.committed:

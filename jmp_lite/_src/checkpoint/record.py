@@ -19,8 +19,10 @@ from jmp_lite._src.reports import summarize
 _FORMAT = 1
 
 
-def encode(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays of a state by key path, and its record without checksums.
+def encode(
+    state: Any,
+) -> tuple[dict[str, np.ndarray | jax.Array], dict[str, LeafSpec]]:
+    """Return the arrays of a state by key path, and the specs without checksums.
 
     Arrays that this process can address are of NumPy. Warns of leaves that are not
     saved, but for functions.
@@ -34,7 +36,7 @@ def encode(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         if leaf.is_stored:
             on_host = not isinstance(x, jax.Array) or x.is_fully_addressable
             arrays[path] = _as_bytes(x, path) if on_host else x
-        leaves[path] = dataclasses.asdict(leaf)
+        leaves[path] = leaf
         if leaf.kind == "object" and not callable(x):
             lost.append(f"{path} (a {type(x).__name__})")
     if lost:
@@ -43,12 +45,17 @@ def encode(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             "strings, bytes and arrays of numbers are saved.",
             stacklevel=3,
         )
-    return arrays, {"format": _FORMAT, "leaves": leaves, "loss_scales": {}}  # of 0.2.0
+    return arrays, leaves
 
 
-def write(path: epath.Path, record: dict[str, Any], checksums: dict[str, int]) -> None:
-    for name, checksum in checksums.items():
-        record["leaves"][name]["crc32"] = checksum
+def write(
+    path: epath.Path, leaves: dict[str, LeafSpec], checksums: dict[str, int]
+) -> None:
+    specs = {
+        name: dataclasses.asdict(leaf) | {"crc32": checksums.get(name)}
+        for name, leaf in leaves.items()
+    }
+    record = {"format": _FORMAT, "leaves": specs, "loss_scales": {}}  # of 0.2.0
     (path / "record").mkdir(parents=True, exist_ok=True)
     text = json.dumps({**record, "crc32": _crc32(record)})
     (path / "record" / "metadata").write_text(text)

@@ -73,7 +73,7 @@ def save(
     step = folders.step_number(getattr(state, "step", None) if step is None else step)
     if not isinstance(keep, int) or keep < 1:
         raise ValueError(f"Expected to keep at least 1 checkpoint, got keep={keep!r}.")
-    arrays, record = records.encode(state)
+    arrays, specs = records.encode(state)
     place = folders.place_to_save(root, step)
     with contextlib.ExitStack() as lock:
 
@@ -82,7 +82,7 @@ def save(
             folders.prepare(root, step)
 
         def finish() -> None:
-            records.write(place, record, dict(zip(on_host, checksums, strict=True)))
+            records.write(place, specs, dict(zip(on_host, checksums, strict=True)))
             on_disk.Store(place / "state").check_names(records.read(place))
             folders.commit(root, step, keep)
             lock.close()
@@ -198,16 +198,21 @@ def restore(
     where = f"Step {step} in {root}"
     saved = _read(lambda: records.read(path), root, step)
     target_tree = low_precision.like_saved(like, saved) if cast else like
-    wanted_targets, structure = leaves.flatten(target_tree)
-    targets = counters.as_saved(wanted_targets, saved)
+    targets, structure = leaves.flatten(target_tree)
     wanted = {name: leaves.describe(target) for name, target in targets.items()}
-    leaves.check_compatible(saved, wanted, where, cast=cast)
+    specs = counters.in_one_array(saved, wanted)
+    leaves.check_compatible(specs, wanted, where, cast=cast)
     store = on_disk.Store(path / "state")
 
+    def read_stored(name: str, target: Any) -> Any:
+        return store.read(name, saved[name], target)
+
     def read(name: str) -> Any:
-        leaf, target = saved[name], targets[name]
+        leaf, target = specs[name], targets[name]
+        if name not in saved:
+            return counters.read(name, leaf, read_stored)
         if leaf.is_stored:
-            return store.read(name, leaf, target)
+            return read_stored(name, target)
         if leaf.kind not in ("array", "key"):
             return None
         shape, dtypes = leaves.stored_as(leaf, target)
@@ -217,19 +222,18 @@ def restore(
         with ThreadPoolExecutor() as threads:
             arrays = dict(zip(targets, threads.map(read, targets), strict=True))
         return {
-            name: leaves.decode(x() if callable(x) else x, saved[name], targets[name])
+            name: leaves.decode(x() if callable(x) else x, specs[name], targets[name])
             for name, x in arrays.items()
         }
 
     values = _read(read_all, root, step)
-    casts, restored = leaves.Casts(), {}
+    casts, restored = leaves.Casts(), []
     for name, target in targets.items():
         value = values.pop(name)  # one copy of each array at a time
-        x, done = leaves.to_target(value, saved[name], target, f"{where}: {name}")
-        restored[name] = x
+        x, done = leaves.to_target(value, specs[name], target, f"{where}: {name}")
+        restored.append(x)
         if done is not None:
             casts[name] = done
-    restored = counters.joined(restored, wanted_targets)
     state = jax.tree.unflatten(structure, restored)
     if cast:
         state, converted = low_precision.convert(state, like, saved, where)
