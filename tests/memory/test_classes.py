@@ -129,3 +129,9 @@ def test_classes_may_be_given_by_name_or_index():
     named = told(loss_fn, PARAMS, X, classes={"x": "other state"})
     assert named == told(loss_fn, PARAMS, X, classes={1: "other state"})
     assert named == sizes(parameters=PARAMS, other=X)
+
+
+def test_arguments_by_name_are_told_in_any_order():
+    by_name = memory.of_step(lambda *, x, params: loss_fn(params, x))
+    report = by_name(x=X, params=PARAMS)
+    assert report.arguments == sizes(parameters=PARAMS, batch=X)

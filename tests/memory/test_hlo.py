@@ -98,7 +98,7 @@ def test_a_collective_is_no_kernel_and_counts_what_it_leaves(shape_and_opcode, l
     assert (counts.kernels, counts.collectives) == (0, left)
 
 
-def test_fp8_is_gathered_and_read_as_a_byte_each():
+def test_bytes_are_those_of_dtypes():
     counts = count(
         "%w = f8e4m3fn[16]{0} parameter(0)",
         "%g = f8e5m2[16]{0} copy(%w)",
@@ -106,6 +106,8 @@ def test_fp8_is_gathered_and_read_as_a_byte_each():
     )
     assert counts.collectives == {"all-gather f8e4m3fn": 64}
     assert counts.traffic == 16 + 16 + 16 + 64
+    for dtype, size in {"s4": 1, "pred": 1, "bf16": 2, "c128": 16}.items():
+        assert count(f"%x = {dtype}[4]{{0}} copy(%y)").traffic == 4 * size
 
 
 PRODUCTS = """\

@@ -53,7 +53,8 @@ def classes_of_leaves(
     if any(not trees.is_array(arg) for arg in args):  # a lone array is none of them
         returned = {x for x in returned if x[0] != jax.tree.structure(0)}
     found = []
-    named = [*zip(names, args, strict=True), *kwargs.items()]
+    # As JAX has the leaves of keyword arguments.
+    named = [*zip(names, args, strict=True), *sorted(kwargs.items())]
     for index, (name, arg) in enumerate(named):
         known = [given.pop(key) for key in (name, index) if key in given]
         if known:
@@ -84,7 +85,7 @@ def _classes(tree: Any, returned: set[Any], otherwise: str) -> list[str]:
         return [STATE] * len(arrays)
     # As variables of linen have parameters.
     names = tree if isinstance(tree, Mapping) else getattr(tree, "__dict__", ())
-    if not _has_state(tree) and ("params" not in names or trees.is_array(tree)):
+    if not _has_state(tree) and "params" not in names:
         if _structure(tree) in returned:
             is_floating = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
             otherwise = PARAMETERS if is_floating else OTHER

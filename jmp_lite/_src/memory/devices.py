@@ -108,6 +108,7 @@ def _devices(device: str, count: int) -> Sequence[Any]:
     if device in _TPUS:
         with extras.needed("memory-tpu"):
             return compat.tpus_to_compile_for(_TPUS[device]["slices"][f"{count}"])
-    config = _SHEETS["gpu_config"].format(**_GPUS[device])
+    sheet = _SHEETS["gpu_defaults"] | _GPUS[device]
+    config = _SHEETS["gpu_config"].format(**sheet)
     with extras.needed("memory-gpu"):
         return compat.gpus_to_compile_for(config, count)

@@ -10,14 +10,14 @@ import collections
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # "%name = shape opcode(operands), ...": the shape may be a tuple, and what is called in
 # its layouts is upper case ("T(8,128)").
 _INSTRUCTION = re.compile(
     r"^\s+(?:ROOT )?%?([\w.-]+) = (.*?) ?\b([a-z][a-z0-9-]*)\((.*?)\)(?:, |$)"
 )
-_ARRAY = re.compile(r"\b(pred|[a-z]+[0-9]+\w*)\[([0-9,]*)\](\{[^}]*\})?")
+_ARRAY = re.compile(r"\b(pred|[a-z]+([0-9]+)\w*)\[([0-9,]*)\](\{[^}]*\})?")
 _REFERENCE = re.compile(r"%([\w.-]+)")
 # The computations that an instruction runs, or a list of them.
 _CALLED = re.compile(
@@ -52,11 +52,6 @@ _HOST = re.compile(
 # alone does not tell it: all collectives of a `shard_map` have channel 1.
 _CHANNEL = re.compile(r"channel_id=[0-9]+")
 _METADATA = re.compile(r"metadata=\{[^}]*\}")
-_BYTES = {
-    **dict.fromkeys(("pred", "s8", "u8", "f8e4m3fn", "f8e5m2"), 1),
-    **dict.fromkeys(("s16", "u16", "f16", "bf16"), 2),
-    **dict.fromkeys(("s64", "u64", "f64", "c64"), 8),
-}
 
 
 class Array(NamedTuple):
@@ -78,7 +73,6 @@ class Instruction(NamedTuple):
     """A line of a program."""
 
     computation: str  # the name of the one that it is in
-    is_entry: bool  # whether that is the entry
     is_root: bool  # whether it is the result of its computation
     name: str
     arrays: tuple[Array, ...]  # its results
@@ -136,12 +130,14 @@ class Counts(NamedTuple):
 
 
 def parse(text: str) -> list[Instruction]:
-    """Return the instructions of the text of an HLO module, in their order."""
-    found, computation, is_entry = [], "", False
+    """Return the instructions of the text of an HLO module, in their order.
+
+    The entry computation is the last: a caller stands below what it calls.
+    """
+    found, computation = [], ""
     op_names: dict[str, str] = {}  # of instructions, and of computations
     for line in text.splitlines()[1:]:
         if line and not line[0].isspace():
-            is_entry = line.startswith("ENTRY")
             computation = line.removeprefix("ENTRY ").lstrip("%").partition(" ")[0]
         elif match := _INSTRUCTION.match(line):
             name, shape, opcode, inputs = match.groups()
@@ -156,7 +152,7 @@ def parse(text: str) -> list[Instruction]:
             op_names[name] = op_name
             op_names[computation] = op_name or op_names.get(computation, "")
             is_root = line.lstrip().startswith("ROOT")
-            where = computation, is_entry, is_root, name, _arrays(shape)
+            where = computation, is_root, name, _arrays(shape)
             found.append(Instruction(*where, opcode, operands, called, op_name, line))
     return found
 
@@ -170,9 +166,9 @@ def _unescaped(name: str) -> str:
 def _arrays(shape: str) -> tuple[Array, ...]:
     """Return the arrays of a shape, which may be a tuple of them."""
     found = []
-    for dtype, dims, layout in _ARRAY.findall(shape):
+    for dtype, bits, dims, layout in _ARRAY.findall(shape):
         elements = math.prod(int(d) for d in dims.split(",") if d)
-        size = elements * _BYTES.get(dtype, 4)
+        size = elements * max(int(bits or 8) // 8, 1)
         found.append(Array(dtype, elements, size, not dims, _SCRATCH in layout))
     return tuple(found)
 
@@ -223,11 +219,9 @@ def _times(
     And which of them are a sequence of kernels: the entry and the loops of it; and how
     many loops there are whose trips are not known: 1 is taken for them.
     """
-    times, scheduled, unknown = collections.Counter(), set(), 0
-    for x in reversed(program):  # a caller stands below what it calls
-        if x.is_entry and not scheduled:
-            times[x.computation] = 1
-            scheduled.add(x.computation)
+    entry = program[-1].computation
+    times, scheduled, unknown = collections.Counter({entry: 1}), {entry}, 0
+    for x in reversed(program):
         trips = _TRIPS.search(x.line)
         for name in x.called:
             times[name] += times[x.computation] * (int(trips[1]) if trips else 1)
@@ -247,7 +241,7 @@ def _half_adders(program: Sequence[Instruction]) -> set[str]:
     return adds & half
 
 
-def _piece(x: Instruction, fused: set[str]) -> tuple[Any, ...]:
+def _piece(x: Instruction, fused: set[str]) -> tuple[str | Array, ...]:
     """Return what the pieces of a collective have in common, if it is in pieces."""
     channel = _CHANNEL.search(x.line)
     if channel is None or x.computation not in fused:
@@ -333,7 +327,6 @@ class _Traffic:
     def _written(self, x: Instruction) -> int:
         """Return the bytes that a fusion writes of its result: all, or a slice."""
         if x.opcode in ("tuple", "bitcast"):
-            names = (name for name in x.operands if name in self._by_name)
-            return sum(self._written(self._by_name[name]) for name in names)
+            return sum(self._written(self._by_name[name]) for name in x.operands)
         written = self._by_name[x.operands[1]] if x.opcode == _UPDATE else x
         return sum(array.bytes for array in written.arrays)

@@ -86,16 +86,15 @@ class _Array:
 
 
 def at_peak(
-    program: Iterable[hlo.Instruction], parameter_sizes: Collection[int] = ()
+    program: Sequence[hlo.Instruction], parameter_sizes: Collection[int] = ()
 ) -> tuple[LiveRow, ...]:
     """Return what is at the peak of a scheduled program beside arguments and results.
 
     Sizes are numbers of elements. The largest rows are first.
     """
-    computations, entry = collections.defaultdict(list), ""
+    computations = collections.defaultdict(list)
     for x in program:
         computations[x.computation].append(x)
-        entry = x.computation if x.is_entry else entry
 
     @functools.cache
     def of_computation(name: str) -> list[_Array]:
@@ -103,7 +102,7 @@ def at_peak(
         return _peak(computations[name], of_computation)
 
     rows: dict[tuple[str, str, str, str], list[int]] = collections.defaultdict(list)
-    for x in of_computation(entry):
+    for x in of_computation(program[-1].computation):
         if x.array.size:
             rows[x.row(parameter_sizes)].append(x.array.size)
     found = [LiveRow(*row, len(sizes), sum(sizes)) for row, sizes in rows.items()]
@@ -160,10 +159,10 @@ def _peak(
         for array in made:
             if array in results:  # in memory that there is already
                 continue
-            # It may take the memory of what is read for the last time.
             size = array.array.size
-            same = (a for a in read if a in live and a in ending)
-            over = next((a for a in same if a.array.size == size), None)
+            # It may take the memory of what is read for the last time.
+            ended = (a for a in read if a.last_read == step and a.array.size == size)
+            over = next((a for a in ended if a in live), None)
             if over is not None and _ELEMENTWISE.search(x.line):
                 del live[over]
                 now -= size

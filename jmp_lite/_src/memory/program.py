@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jmp_lite._src import arguments, compat, trees
@@ -15,13 +15,6 @@ from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs import tracing
 from jmp_lite._src.jaxprs.core import Jaxpr
 from jmp_lite._src.memory import devices
-
-_SHARDED = (
-    "pass shapes with shardings, as of mesh = jmp_lite.memory.mesh({device!r}, "
-    "data={count}): "
-    "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, "
-    'jax.P("data")))'
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +53,10 @@ def build(
             f"donate_argnums has {wrong[0]}, and {name} is given {given} arguments: "
             f"their indices are 0 to {given - 1}."
         )
-    mesh = _mesh_for(device, count, (args, kwargs))
-    if mesh is not None:
+    axes = _axes_of((args, kwargs), device, count)
+    mesh = None
+    if device is not None:
+        mesh = devices.mesh(device, **axes)
         place = functools.partial(_place, mesh)
         args, kwargs = jax.tree.map(place, (args, kwargs))
     try:
@@ -75,7 +70,6 @@ def build(
     lowered = traced.lower()
     platform = mesh.devices.flat[0].platform if mesh else jax.default_backend()
     compiled = _compile(getattr(lowered, "lowered", lowered), platform)
-    size = max((x.mesh.size for x in _shardings((args, kwargs))), default=1)
     return Program(
         compiled=compiled,
         text=compiled.as_text() or "",
@@ -83,46 +77,52 @@ def build(
         kwargs=kwargs,
         result=result,
         flops=_flops(compat.open_jaxpr(jaxpr)),
-        count=size,
+        count=math.prod(axes.values()),
     )
 
 
-def _mesh_for(device: str | None, count: int | None, args: Any) -> Mesh | None:
-    """Return the mesh to compile for; None to leave arguments where they are."""
+def _axes_of(args: Any, device: str | None, count: int | None) -> dict[str, int]:
+    """Return the axes of the mesh that arguments are sharded over, none if they aren't.
+
+    It is an error if they are not sharded over `count` devices.
+    """
     if count is not None:
         count = arguments.count(count, "devices")
-    meshes = {x.mesh for x in _shardings(args) if x.mesh.size > 1}
-    shapes = {tuple(mesh.shape.items()) for mesh in meshes}
+    found = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
+    shapes = {tuple(x.mesh.shape.items()) for x in found if _is_split(x)}
     if len(shapes) > 1:
         raise ValueError(f"Expected arguments on one mesh, got {sorted(shapes)}.")
-    size = next(iter(meshes)).size if meshes else 1
+    axes = dict(next(iter(shapes), ()))
+    size = math.prod(axes.values())
     if count not in (None, size):
-        how = _SHARDED.format(device=device or "cpu", count=count)
-        got = f"shardings over {size}" if meshes else "arguments without shardings"
-        raise ValueError(f"devices={count}, and {got}: {how}.")
-    if device is None:
-        return None
-    return devices.mesh(device, **dict(next(iter(shapes), ())))
+        got = f"shardings over {size}" if shapes else "arguments without shardings"
+        raise ValueError(
+            f"devices={count}, and {got}: pass shapes with shardings, as of mesh = "
+            f"jmp_lite.memory.mesh({device or 'cpu'!r}, data={count}): "
+            "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, "
+            'jax.P("data"))).'
+        )
+    return axes
 
 
-def _shardings(args: Any) -> list[NamedSharding]:
-    found = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
-    return [x for x in found if isinstance(x, NamedSharding)]
+def _is_split(sharding: Any) -> TypeGuard[NamedSharding]:
+    return isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
 
 
 def _place(mesh: Mesh, x: Any) -> Any:
     """Return the shape of an array, on a mesh; what is no array as it is."""
     if not trees.is_array(x):
         return x
-    sharding: Any = getattr(x, "sharding", None)
-    is_split = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
-    spec = sharding.spec if is_split else PartitionSpec()
-    sharding = NamedSharding(mesh, spec)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    sharding = getattr(x, "sharding", None)
+    spec = sharding.spec if _is_split(sharding) else PartitionSpec()
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 
 def _trace(
-    step: Any, args: Any, kwargs: Any, donate_argnums: Sequence[int]
+    step: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    donate_argnums: Sequence[int],
 ) -> tuple[Any, Any]:
     """Return a step as JAX traces it, and the shapes of its result."""
     if hasattr(step, "trace"):  # it is jitted, by JAX or nnx
@@ -179,10 +179,11 @@ def _flops(jaxpr: Jaxpr) -> int:
         total = 0
         for eqn in jaxpr.eqns:
             inside = [count(body) for body in compat.jaxprs_of(eqn)]
-            is_scan, is_cond = (eqn.primitive.name == x for x in ("scan", "cond"))
-            times = eqn.params["length"] if is_scan else 1
-            total += times * (max(inside) if is_cond else sum(inside))
-            total += products.flops(eqn)
+            if eqn.primitive.name == "cond":
+                total += max(inside)
+                continue
+            times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            total += products.flops(eqn) + times * sum(inside)
         return total
 
     return count(jaxpr)
@@ -192,4 +193,4 @@ def shard_bytes(x: Any) -> int:
     """Return the bytes of an argument on one device."""
     sharding = getattr(x, "sharding", None)
     shape = sharding.shard_shape(x.shape) if sharding is not None else x.shape
-    return int(np.prod(shape, dtype=np.int64)) * x.dtype.itemsize
+    return math.prod(shape) * x.dtype.itemsize

@@ -185,9 +185,8 @@ def saved(
 
     def list_saved(*args: P.args, **kwargs: P.kwargs) -> SavedReport:
         jaxpr = compat.open_jaxpr(tracing.trace(residuals, args, kwargs).closed)
-        names = list(jaxpr.debug_info.arg_names or ())
-        names += [""] * (len(jaxpr.invars) - len(names))
-        arguments = dict(zip(jaxpr.invars, names, strict=True))
+        names = jaxpr.debug_info.arg_names or ()
+        arguments = dict(itertools.zip_longest(jaxpr.invars, names, fillvalue=""))
         rows, given = [], []
         made_in = functools.cache(_Made)
         for var in {id(v): v for v in jaxpr.outvars}.values():
