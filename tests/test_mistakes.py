@@ -435,7 +435,6 @@ _OLD_VERSIONS = "0.4.38", "0.9.2", "0.9.2.dev20260101"
 OF_JMP = of_others.get_policy("params=float32,compute=float16,output=float32")
 SCALE_OF_JMP = of_others.DynamicLossScale(jnp.float32(2.0**15))
 STATIC = of_others.StaticLossScale(jnp.float32(2.0))
-_TORCH = {"init_scale": 65536.0, "growth_factor": 2.0, "growth_interval": 2000}
 NEWCOMERS: list[Row] = [
     (lambda: enter(jmp.autocast()), "autocast expects a function", _MANAGER),
     (lambda: enter(jmp.autocast(policy=MIXED)), "expects a function", _MANAGER),
@@ -463,17 +462,11 @@ NEWCOMERS: list[Row] = [
     (lambda: jmp.scale_aware(SGD, MIXED), "loss_scale_for(get_policy('p=full,c=f16"),
     (lambda: jmp.scale_aware(SGD, 8.0), "StaticLossScale(8.0)", "DynamicLossScale(8"),
     (lambda: grads(loss_scale=8.0), "tree of type float", "StaticLossScale(8.0)"),
-    (
-        lambda: dynamic(backoff_factor=0.5, **_TORCH),
-        "DynamicLossScale has no argument init_scale and no growth_factor and no",
-        "write loss_scale=65536.0, factor=2.0, period=2000.",
-    ),
     (lambda: jmp.get_policy(mapped("a")), "got PolicyMap(", "passed as it is, without"),
     (lambda: jmp.get_policy(OF_JMP), "got Policy(param_", "Policy of the package jmp:"),
     (lambda: jmp.autocast(loss, OF_JMP), "Policy of the package jmp: take jmp_lite's."),
     (lambda: grads(loss_scale=SCALE_OF_JMP), "DynamicLossScale of the package jmp: ta"),
     (lambda: jmp.scale_aware(SGD, SCALE_OF_JMP), "DynamicLossScale of the package jmp"),
-    (lambda: dynamic(scale_window=500), "no argument scale_window", "period=500."),
     (lambda: dynamic(scales=2.0), "unexpected keyword argument 'scales'"),
     (lambda: grads(with_aux)(P, X), _AUX),
     (lambda: jmp.scaled_grad(with_aux, loss_scale=S)(P, X), _AUX),

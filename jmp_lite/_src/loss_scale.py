@@ -5,9 +5,9 @@ divided by it afterwards. All runs inside `jit`; no value is read on the host.
 """
 
 import dataclasses
-import functools
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, TypeVar, get_args
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from jmp_lite._src import arguments, compat, trees
 from jmp_lite._src.jaxprs import name_scopes
@@ -104,44 +105,10 @@ class StaticLossScale(metaclass=compat.FlaxSerializable):
         return self
 
 
-# Their names -> ours.
-_NAMES_OF_OTHERS = {
-    "init_scale": "loss_scale",  # torch.amp.GradScaler, apex
-    "growth_factor": "factor",  # torch, flax
-    "growth_interval": "period",  # torch, flax
-    "scale_factor": "factor",  # apex
-    "scale_window": "period",
-    "initial_scale": "loss_scale",  # Keras
-    "dynamic_growth_steps": "period",
-    "scale": "loss_scale",  # flax
-    "fin_steps": "counter",
-    "minimum_scale": "min_loss_scale",
-}
-
-
-def _name_our_arguments(cls: type[T]) -> type[T]:
-    """Name our arguments to who passes those of torch, apex, Keras or flax."""
-    init = cls.__init__
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        if theirs := [name for name in kwargs if name in _NAMES_OF_OTHERS]:
-            ours = [f"{_NAMES_OF_OTHERS[name]}={kwargs[name]!r}" for name in theirs]
-            raise TypeError(
-                f"{cls.__name__} has no argument {' and no '.join(theirs)}: write "
-                f"{', '.join(ours)}."
-            )
-        init(self, *args, **kwargs)
-
-    cls.__init__ = checked
-    return cls
-
-
 class _InverseOfFactor(float):
     """A backoff factor that was not given, so that it follows another factor."""
 
 
-@_name_our_arguments
 @trees.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(metaclass=compat.FlaxSerializable):
@@ -219,19 +186,11 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
 
     def __post_init__(self):
         for name in ("loss_scale", "min_loss_scale"):
-            x: Any = getattr(self, name)
-            dtype = x.dtype if trees.is_array(x) else jnp.float32
-            if isinstance(x, int) or jnp.issubdtype(dtype, jnp.integer):
-                dtype = "int" if isinstance(x, int) else dtype
-                warnings.warn(
-                    f"Expected floating type for {name}, got {dtype}; it is cast to "
-                    "float32.",
-                    stacklevel=4,
-                )
+            _warn_of_integer(getattr(self, name), name)
         if arguments.is_number(self.loss_scale):
             _check_positive(self.loss_scale)
 
-        def number(name, expected="", holds: Any = lambda x: True):
+        def number(name, expected="", holds: Callable[[float], bool] = lambda x: True):
             return arguments.number(getattr(self, name), name, expected, holds)
 
         factor = number("factor", "finite and above 1", lambda x: 1 < x < math.inf)
@@ -241,6 +200,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
         hysteresis = arguments.count(self.hysteresis, "hysteresis")
         arguments.one_of(self.hysteresis_refill, "hysteresis_refill", _REFILLS)
         bad_steps = 0 if self.bad_steps is None else self.bad_steps
+        bad_steps = _as_scalar(bad_steps, "bad_steps", jnp.int32)
         settings = {
             "loss_scale": _as_scalar(self.loss_scale, "loss_scale", jnp.float32),
             "counter": _as_scalar(self.counter, "counter", jnp.int32),
@@ -250,10 +210,8 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
             "backoff_factor": backoff,
             "max_loss_scale": number("max_loss_scale"),
             "hysteresis": hysteresis,
-            "bad_steps": _as_scalar(bad_steps, "bad_steps", jnp.int32),
+            "bad_steps": bad_steps if hysteresis > 1 else None,
         }
-        if hysteresis == 1:
-            settings["bad_steps"] = None
         for name, value in settings.items():
             object.__setattr__(self, name, value)
         self._check_bounds()
@@ -298,7 +256,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
         """
         finite, scale = check_flag(grads_finite), self.loss_scale
         counter = jnp.where(finite, optax.safe_increment(self.counter), 0)
-        grow = finite & (counter >= int(self.period))
+        grow = finite & (counter >= self.period)
         bad_steps, lower = self._count_bad_steps(finite, grow)
         ceiling = min(self.max_loss_scale, _LARGEST)
         floor = max(self.min_loss_scale, _SMALLEST)
@@ -310,7 +268,9 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
         # Unflatten skips the constructor, whose checks would block on the device.
         return jax.tree.unflatten(jax.tree.structure(self), leaves)
 
-    def _count_bad_steps(self, finite: jax.Array, grow: jax.Array) -> tuple[Any, Any]:
+    def _count_bad_steps(
+        self, finite: jax.Array, grow: jax.Array
+    ) -> tuple[jax.Array | None, jax.Array]:
         """Return the next count of overflows, and whether the scale is lowered."""
         if self.bad_steps is None:  # the hysteresis is 1
             return None, ~finite
@@ -446,7 +406,17 @@ def _remedy(x: Any) -> str:
     return compat.of_another_package(x, *get_args(LossScale))
 
 
-def _as_scalar(x: Any, name: str, dtype: Any) -> Any:
+def _warn_of_integer(x: Any, name: str) -> None:
+    dtype = x.dtype if trees.is_array(x) else type(x)
+    if dtype is int or jnp.issubdtype(dtype, jnp.integer):
+        warnings.warn(
+            f"Expected floating type for {name}, got {np.dtype(dtype)}; it is cast to "
+            "float32.",
+            stacklevel=4,
+        )
+
+
+def _as_scalar(x: Any, name: str, dtype: DTypeLike) -> Any:
     """Convert a number or an array to a jax array of this dtype; keep a shape."""
     if arguments.is_number(x) and dtype == jnp.int32:
         arguments.count(x, name, least=0)
