@@ -20,7 +20,7 @@ import numpy as np
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, total
-from jmp_lite._src.jaxprs.primitives import CHECKPOINTS, FOLLOWED, ON_HOST, Fact, facts
+from jmp_lite._src.jaxprs.primitives import CHECKPOINTS, FOLLOWED, Fact, facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ def sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     return rule[0](eqn) if rule else None
 
 
-def bodies_of(eqn: Eqn) -> Any:
+def bodies_of(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     """Return the `SubJaxpr`s of an equation whose sites are listed, else None."""
     name = eqn.primitive.name
     if name not in FOLLOWED:
@@ -115,67 +115,60 @@ def trips(eqn: Eqn, ins: Sequence[int | None]) -> int | None:
     None for a `while` whose condition is other than a comparison of integers that are
     known, among `ins` or in the jaxpr, and change by a known number.
     """
+    if eqn.primitive.name == "scan":
+        return total([eqn.params["length"]])
     if eqn.primitive.name != "while":
-        return total([eqn.params["length"]]) if eqn.primitive.name == "scan" else 1
-    counters = _counters(eqn, ins)
-    if counters is None:
-        return None
-    compare, start, step = counters
-
-    def ends_after(count: int) -> bool:
-        return not compare(start + count * step, 0)
-
-    # The comparison changes where the number reaches 0, or passes it.
-    at_zero = -start // step if step else 0
-    ends = (n for n in (0, at_zero, at_zero + 1) if n >= 0 and ends_after(n))
-    return next(ends, None)
-
-
-def _counters(
-    eqn: Eqn, ins: Sequence[int | None]
-) -> tuple[Callable[..., Any], int, int] | None:
-    """Return the comparison of a `while` with 0, the first number, and its growth."""
+        return 1
     cond, body = _while_sub_jaxprs(eqn)
-    first, (holds,) = eqn.params["body_nconsts"], cond.jaxpr.outvars
-    tests = [e for e in cond.jaxpr.eqns if holds in e.outvars]
-    if not tests or not facts(tests[0].primitive.name) & Fact.COMPARES:
+    test = _made_by(cond.jaxpr.outvars[0], cond.jaxpr)
+    if test is None or not facts(test.primitive.name) & Fact.COMPARES:
         return None
-    in_cond, in_body = (
-        dict(zip(sub.jaxpr.invars, (ins[i] for i in sub.operands), strict=True))
-        for sub in (cond, body)
-    )
-    carried = cond.jaxpr.invars[eqn.params["cond_nconsts"] :]
-    for var in body.jaxpr.invars[first:]:
-        in_body[var] = None  # which an iteration may change
+    lhs, rhs = (_counter(v, cond, body, ins) for v in test.invars)
+    if lhs is None or rhs is None:
+        return None
+    start, step = lhs[0] - rhs[0], lhs[1] - rhs[1]
+    compare = getattr(operator, test.primitive.name)  # JAX has Python's names
+    # The comparison changes where the difference reaches 0, or passes it.
+    at_zero = -start // step if step else 0
+    for count in (0, at_zero, at_zero + 1):
+        if count >= 0 and not compare(start + count * step, 0):
+            return count
+    return None
 
-    def grows_by(k: int) -> int | None:
-        before, after = body.jaxpr.invars[first + k], body.jaxpr.outvars[k]
-        if after is before:
-            return 0
-        made_by = next((e for e in body.jaxpr.eqns if after in e.outvars), None)
-        name = made_by.primitive.name if made_by else ""
-        if made_by is None or not (name in ON_HOST and facts(name) & Fact.LINEAR):
-            return None
-        ones = [int(v is before) for v in made_by.invars]
-        rest = [
-            0 if one else integer(v, in_body)
-            for v, one in zip(made_by.invars, ones, strict=True)
-        ]
-        if None in rest or ON_HOST[name](*ones) != 1:
-            return None
-        return int(ON_HOST[name](*rest))
 
-    numbers = []
-    for var in tests[0].invars:
-        start = integer(var, in_cond)
-        is_carried = not compat.is_literal(var) and var in carried
-        step = grows_by(carried.index(var)) if is_carried else 0
-        if start is None or step is None:
-            return None
-        numbers.append((start, step))
-    (a, a_step), (b, b_step) = numbers
-    compare = getattr(operator, tests[0].primitive.name)  # JAX has Python's names
-    return compare, a - b, a_step - b_step
+def _counter(
+    var: Var, cond: SubJaxpr, body: SubJaxpr, ins: Sequence[int | None]
+) -> tuple[int, int] | None:
+    """Return what a condition compares before the loop, and its growth, if known."""
+    start = integer(var, _known(cond, ins))
+    if start is None:
+        return None
+    num_consts = len(body.operands) - len(body.results)
+    carry = cond.jaxpr.invars[len(cond.operands) - len(body.results) :]
+    if compat.is_literal(var) or var not in carry:
+        return start, 0
+    place = carry.index(var)
+    before, after = body.jaxpr.invars[num_consts + place], body.jaxpr.outvars[place]
+    if after is before:
+        return start, 0
+    made_by = _made_by(after, body.jaxpr)
+    if made_by is None or made_by.primitive.name not in ("add", "sub"):
+        return None
+    x, step_var = made_by.invars
+    if made_by.primitive.name == "add" and x is not before:
+        x, step_var = step_var, x
+    step = integer(step_var, _known(body, ins))
+    if x is not before or step is None or step_var in body.jaxpr.invars[num_consts:]:
+        return None
+    return start, step if made_by.primitive.name == "add" else -step
+
+
+def _known(sub: SubJaxpr, ins: Sequence[int | None]) -> dict[Var, int | None]:
+    return dict(zip(sub.jaxpr.invars, (ins[i] for i in sub.operands), strict=True))
+
+
+def _made_by(var: Var, jaxpr: Jaxpr) -> Eqn | None:
+    return next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
 
 
 def integer(var: Var, known: Mapping[Any, int | None]) -> int | None:

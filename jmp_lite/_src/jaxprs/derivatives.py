@@ -10,10 +10,12 @@ derivative with the same primitive as its operation (`pow`) is not found.
 """
 
 import collections
+from collections.abc import Sequence
 from typing import Any
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import control_flow, name_scopes
+from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 from jmp_lite._src.jaxprs.primitives import LOOPS
 
@@ -47,7 +49,7 @@ class _Analysis:
             self._first.setdefault(eqn.source_info.traceback, id(eqn))
         # Of each traceback, the primitives that compute the function.
         self.kinds: dict[Any, set[str]] = collections.defaultdict(set)
-        self.recomputed: list[Any] = []  # equations, by `jax.checkpoint`
+        self.recomputed: list[Eqn] = []  # by `jax.checkpoint`
 
     def analyse(self, jaxpr: Jaxpr, results: list[int], around: str) -> list[int]:
         """Return how a jaxpr uses its inputs, by how its results are used."""
@@ -88,7 +90,9 @@ class _Analysis:
         self.kinds[traceback].add(eqn.primitive.name)
         return _FORWARD
 
-    def _analyse_bodies(self, eqn: Eqn, bodies: Any, made: list[int], stack: str):
+    def _analyse_bodies(
+        self, eqn: Eqn, bodies: Sequence[SubJaxpr], made: list[int], stack: str
+    ) -> list[int]:
         used = [_UNUSED] * len(eqn.invars)
         is_loop = eqn.primitive.name in LOOPS
         for body in bodies:

@@ -5,7 +5,6 @@
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,8 @@ import numpy as np
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding, control_flow
-from jmp_lite._src.jaxprs.core import Jaxpr, Var
+from jmp_lite._src.jaxprs.control_flow import SubJaxpr
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.sites import count_sites
 
 # What a variable holds: its value, and what is beside it.
@@ -43,14 +43,14 @@ Body = Callable[[Sequence[Cell], Moment], Ran]
 class Stretch:
     """Equations that follow each other in a jaxpr: a jaxpr itself, and its plan."""
 
-    eqns: Sequence[Any]
+    eqns: Sequence[Eqn]
     eqn_plans: Sequence[Any]  # one per equation
-    invars: Sequence[Any]  # that they read, or the operands of the one equation
-    outvars: Sequence[Any]  # that later equations read, or the results of the one
-    last_read: Sequence[Any]  # variables that nothing after these reads
+    invars: Sequence[Var]  # that they read, or the operands of the one equation
+    outvars: Sequence[Var]  # that later equations read, or the results of the one
     sites: int  # how many these have
     is_opened: bool  # whether this is one whose sub-jaxprs are run one by one
-    constvars: tuple[Any, ...] = ()  # none
+    last_read: Sequence[Var] = ()  # variables that nothing after these reads
+    constvars: tuple[Var, ...] = ()  # none
 
 
 class Interpreter:
@@ -83,7 +83,7 @@ class Interpreter:
         A plan has `eqn_plans`, one per equation, each with the plans `bodies` of its
         sub-jaxprs. A moment is when it starts.
         """
-        env: dict[Any, Cell] = dict(zip(jaxpr.invars, cells, strict=True))
+        env: dict[Var, Cell] = dict(zip(jaxpr.invars, cells, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             env[var] = self.constant(value, var)
 
@@ -95,10 +95,9 @@ class Interpreter:
             ins = [read(v) for v in stretch.invars]
             now = moment._replace(eqn_count=eqn_count)
             if stretch.is_opened:
-                args = stretch, site, ins, now
-                outs, eqn_count = binding.in_mesh(
-                    stretch.eqns[0], self.run_bodies, *args
-                )
+                (eqn,), (eqn_plan,) = stretch.eqns, stretch.eqn_plans
+                args = eqn, eqn_plan, site, ins, now
+                outs, eqn_count = binding.in_mesh(eqn, self.run_bodies, *args)
             else:
                 outs, eqn_count = self.run_stretch(stretch, site, ins, now, read)
             env.update(zip(stretch.outvars, outs, strict=True))
@@ -107,34 +106,37 @@ class Interpreter:
             site += stretch.sites
         return [read(v) for v in jaxpr.outvars], eqn_count
 
-    def enter(self, eqn: Any, eqn_plan: Any, cells: Sequence[Cell]) -> Sequence[Cell]:
+    def enter(self, eqn: Eqn, eqn_plan: Any, cells: Sequence[Cell]) -> Sequence[Cell]:
         """Return the operands of an equation as its sub-jaxprs read them."""
         return cells
 
-    def leave(self, eqn: Any, eqn_plan: Any, cells: Sequence[Cell]) -> Sequence[Cell]:
+    def leave(self, eqn: Eqn, eqn_plan: Any, cells: Sequence[Cell]) -> Sequence[Cell]:
         """Return the outputs of a sub-jaxpr as results of its equation."""
         return cells
 
     def run_bodies(
-        self, stretch: Stretch, site: int, cells: Sequence[Cell], moment: Moment
+        self,
+        eqn: Eqn,
+        eqn_plan: Any,
+        site: int,
+        cells: Sequence[Cell],
+        moment: Moment,
     ) -> Ran:
-        (eqn,), (eqn_plan,) = stretch.eqns, stretch.eqn_plans
-        sub_jaxprs = control_flow.bodies_of(eqn)
+        sub_jaxprs = list(control_flow.bodies_of(eqn) or ())
         plans = (eqn_plan.bodies if eqn_plan else ()) or [None] * len(sub_jaxprs)
 
-        def run(k: int, cells: Sequence[Cell], moment: Moment):
-            before = (eqn for sub in sub_jaxprs[:k] for eqn in sub.jaxpr.eqns)
-            outs, eqn_count = self.run(
-                sub_jaxprs[k].jaxpr,
-                sub_jaxprs[k].consts,
-                cells,
-                plan=plans[k],
-                first_site=site + count_sites(before),
-                moment=moment,
-            )
-            return self.leave(eqn, eqn_plan, outs), eqn_count
+        def body(sub: SubJaxpr, plan: Any, first_site: int) -> Body:
+            def run(cells: Sequence[Cell], moment: Moment) -> Ran:
+                options = {"plan": plan, "first_site": first_site, "moment": moment}
+                outs, eqn_count = self.run(sub.jaxpr, sub.consts, cells, **options)
+                return self.leave(eqn, eqn_plan, outs), eqn_count
 
-        bodies = [functools.partial(run, k) for k in range(len(sub_jaxprs))]
+            return run
+
+        bodies = []
+        for sub, plan in zip(sub_jaxprs, plans, strict=True):
+            bodies.append(body(sub, plan, site))
+            site += count_sites(sub.jaxpr.eqns)
         cells = self.enter(eqn, eqn_plan, cells)
         match eqn.primitive.name:
             case "scan":

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -46,10 +45,16 @@ def trace(
         nonlocal out_tree
         args, kwargs = fill(tree, leaves, dynamic, jax.tree.leaves((args, kwargs)))
         outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-        is_array = [is_traceable(x) and not _is_shape(x) for x in outs]
-        static = (i for i, is_one in enumerate(is_array) if not is_one)
-        static_outs.update({i: _without_tracer(outs[i]) for i in static})
-        return list(itertools.compress(outs, is_array))
+        arrays = []
+        for i, x in enumerate(outs):
+            if is_traceable(x) and not isinstance(x, jax.ShapeDtypeStruct):
+                arrays.append(x)
+            elif isinstance(x, jax.Array) and x.dtype == jax.dtypes.float0:
+                # The gradient of an integer, which is 0: not the tracer of it.
+                static_outs[i] = np.zeros(x.shape, x.dtype)
+            else:
+                static_outs[i] = x
+        return arrays
 
     avals: list[Any] = [None] * len(leaves)  # None is no leaf: it is left out
     for i in dynamic:
@@ -85,16 +90,3 @@ def is_traceable(x: Any) -> bool:
     """Return whether an argument is traced; others reach the function as they are."""
     is_array = isinstance(x, jax.Ref) or trees.is_array(x)
     return is_array and x.dtype != jax.dtypes.float0
-
-
-def _is_shape(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct)
-
-
-def _without_tracer(x: Any) -> Any:
-    """Return what a function returns beside arrays: of a float0, which is 0, no tracer.
-
-    JAX has them as gradients of integers and bools.
-    """
-    is_float0 = isinstance(x, jax.Array) and x.dtype == jax.dtypes.float0
-    return np.zeros(x.shape, x.dtype) if is_float0 else x

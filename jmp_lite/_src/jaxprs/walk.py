@@ -58,7 +58,6 @@ class Walker(Interpreter):
                 eqn_plans=[eqn_plan],
                 invars=eqn.invars,
                 outvars=eqn.outvars,
-                last_read=(),
                 sites=count_sites([eqn]),
                 is_opened=control_flow.bodies_of(eqn) is not None,
             )
@@ -89,8 +88,7 @@ class Walker(Interpreter):
         xs = [(x, jnp.broadcast_to(tag, (length, *np.shape(tag)))) for x, tag in xs]
         rows = xs, jnp.arange(length, dtype=np.int32)
         start = carry, moment.eqn_count
-        state, ys = control_flow.scan_as(eqn, iterate, start, rows)
-        carry, eqn_count = state
+        (carry, eqn_count), ys = control_flow.scan_as(eqn, iterate, start, rows)
         return [*carry, *((y, self.stack(tags)) for y, tags in ys)], eqn_count
 
     def while_loop(self, test, body, split, moment):
