@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmp_lite._src import arguments, compat, dtypes, trees
 
@@ -58,11 +59,11 @@ class Policy:
       jmp (https://github.com/google-deepmind/jmp); Keras' mixed precision guide.
     """
 
-    param_dtype: Any
-    compute_dtype: Any
-    output_dtype: Any
+    param_dtype: DTypeLike
+    compute_dtype: DTypeLike
+    output_dtype: DTypeLike
     matmul_dtype: str | None = None
-    reduce_dtype: Any = None
+    reduce_dtype: DTypeLike | None = None
 
     def __post_init__(self):
         for name in ("param_dtype", "compute_dtype", "output_dtype"):
@@ -89,7 +90,7 @@ class Policy:
         """Cast the floating arrays of a tree to `output_dtype`."""
         return trees.cast_floating(tree, self.output_dtype)
 
-    def with_output_dtype(self, output_dtype: Any) -> "Policy":
+    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """Return this policy with another output dtype."""
         return dataclasses.replace(self, output_dtype=output_dtype)
 
@@ -127,7 +128,7 @@ class Policy:
         return f"get_policy({str(self)!r})"
 
 
-def check_reduce_dtype(dtype: Any) -> Any:
+def check_reduce_dtype(dtype: DTypeLike | None) -> DTypeLike | None:
     if dtype is None:
         return None
     parsed = dtypes.parse_dtype(dtype)
@@ -303,7 +304,7 @@ class PolicyMap:
         """Cast each floating array to the `output_dtype` of its policy."""
         return self._cast(tree, "output_dtype")
 
-    def with_output_dtype(self, output_dtype: Any) -> "PolicyMap":
+    def with_output_dtype(self, output_dtype: DTypeLike) -> "PolicyMap":
         """Return this map with another output dtype in every policy."""
         rules = [
             (p, policy.with_output_dtype(output_dtype)) for p, policy in self.rules
@@ -372,8 +373,10 @@ class PolicyMap:
         paths = [arguments.text(path, "each path") for path in paths]
         if self.allow_unused:
             return
-        remedy += " (allow_unused=True disables this check.)"
-        check_patterns([pattern for pattern, _ in self.rules], paths, remedy)
+        patterns = [pattern for pattern, _ in self.rules]
+        check_patterns(
+            patterns, paths, f"{remedy} (allow_unused=True disables this check.)"
+        )
 
     def fitted(self, paths: Iterable[str], model: str = "") -> "PolicyMap":
         """Return a map with the same policies, whose patterns match these paths.
@@ -390,14 +393,14 @@ class PolicyMap:
           >>> policy.fitted(["Net/mlp/up", "Net/head"]).rules[0][0]
           'Net/mlp'
         """
-        known = {outer: None for path in paths for outer in paths_around(path)}
+        known = dict.fromkeys(outer for path in paths for outer in paths_around(path))
         has_params = any(path.split("/")[0] == "params" for path in known)
-        of_model = {
-            path: (model, path) if model else split_at_model(path) for path in known
-        }
-        has_class = not has_params and any(name for name, _ in of_model.values())
-        short, full = {}, {}  # per path, that in its model, and with the model's class
-        for path, (name, module) in of_model.items():
+        has_class = False
+        # What a pattern may call a path: itself, that in its model, with its class.
+        own, short, full = dict(zip(known, known, strict=True)), {}, {}
+        for path in known:
+            name, module = (model, path) if model else split_at_model(path)
+            has_class = has_class or bool(name) and not has_params
             short[path] = path.partition("/")[2] if has_params else module
             full[path] = scope_of(name, module)
 
@@ -405,18 +408,13 @@ class PolicyMap:
             wanted = [pattern, re.sub("^params(/|$)", "", pattern)]
             if not has_class:  # of two models, each has a class of its own
                 wanted.append(re.sub(f"^{_CLASS}(/|$)", "", pattern))
-            for asked, names in itertools.product(wanted, (None, short, full)):
-                found = [
-                    path
-                    for path in known
-                    if applies(asked, names[path] if names else path)
-                ]
-                if not found:
-                    continue
-                if asked is pattern and names is None:
+            for asked, names in itertools.product(wanted, (own, short, full)):
+                found = [path for path in known if applies(asked, names[path])]
+                if found and asked == pattern and names is own:
                     return pattern
-                inner = {x for x in found if {*paths_around(x)[:-1]} & {*found}}
-                return "|".join(re.escape(x) for x in found if x not in inner)
+                if found:
+                    inner = {x for x in found if {*paths_around(x)[:-1]} & {*found}}
+                    return "|".join(re.escape(x) for x in found if x not in inner)
             return pattern
 
         rules = tuple((fit(pattern), policy) for pattern, policy in self.rules)
@@ -515,8 +513,10 @@ def applies(pattern: str, path: str) -> bool:
 
 
 def first_match(patterns: Iterable[str], path: str) -> int | None:
-    found = (i for i, pattern in enumerate(patterns) if applies(pattern, path))
-    return next(found, None)
+    for i, pattern in enumerate(patterns):
+        if applies(pattern, path):
+            return i
+    return None
 
 
 def check_patterns(
@@ -537,9 +537,10 @@ def check_patterns(
             )
         known = {outer: None for path in paths for outer in paths_around(path)[1:]}
         near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.0)
-        why = f" A pattern must match a whole path; the nearest are {near}."
-        why = why if near else ""  # there is none but the root
-        raise ValueError(f"The pattern {pattern!r} matches no path.{why}{remedy}")
+        if near:  # else there is none but the root
+            why = f" A pattern must match a whole path; the nearest are {near}."
+            remedy = why + remedy
+        raise ValueError(f"The pattern {pattern!r} matches no path.{remedy}")
 
 
 def check_pattern(pattern: Any) -> str:

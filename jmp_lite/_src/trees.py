@@ -6,6 +6,7 @@ handles; all others are returned as the same objects.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -70,13 +71,13 @@ def find(tree: Any, kinds: Any) -> list[tuple[str, Any]]:
     return [(key_path(path), x) for path, x in leaves if isinstance(x, kinds)]
 
 
-def map_nodes(fun: Any, tree: Any, kinds: Any) -> Any:
+def map_nodes(fun: Callable[[Any], Any], tree: Any, kinds: Any) -> Any:
     """Map over the nodes of these types in a tree, at any depth; keep all else."""
-    return jax.tree.map(
-        lambda x: fun(x) if isinstance(x, kinds) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, kinds),
-    )
+
+    def is_node(x: Any) -> bool:
+        return isinstance(x, kinds)
+
+    return jax.tree.map(lambda x: fun(x) if is_node(x) else x, tree, is_leaf=is_node)
 
 
 def cast_floating(tree: T, dtype: DTypeLike) -> T:
@@ -131,10 +132,11 @@ def cast_like(tree: T, like: Any) -> T:
 def cast_at_least_float32(tree: T) -> T:
     """Cast the half-precision arrays of a tree to float32; float64 is unchanged."""
 
-    def is_half(x: Any) -> bool:
-        return is_array(x) and dtypes.is_half(x.dtype)
+    def cast(x: Any) -> Any:
+        is_half = is_array(x) and dtypes.is_half(x.dtype)
+        return _cast(x, jnp.float32) if is_half else x
 
-    return jax.tree.map(lambda x: _cast(x, jnp.float32) if is_half(x) else x, tree)
+    return jax.tree.map(cast, tree)
 
 
 def multiply(tree: T, factor: Any) -> T:
@@ -168,12 +170,13 @@ def worst_number(tree: Any) -> jax.Array:
 
     It is one reduction of each array; see `all_finite`.
     """
-    leaves = [with_value(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
-    kinds = [
-        jnp.isnan(x).astype(jnp.int8) + (~jnp.isfinite(x)).astype(jnp.int8)
-        for x in leaves
-    ]
-    return jnp.max(jnp.stack([jnp.int8(0), *map(jnp.max, filter(jnp.size, kinds))]))
+    worst = [jnp.int8(0)]
+    for leaf in filter(is_inexact, jax.tree.leaves(tree)):
+        x = with_value(leaf)
+        kinds = jnp.isnan(x).astype(jnp.int8) + (~jnp.isfinite(x)).astype(jnp.int8)
+        if kinds.size:
+            worst.append(jnp.max(kinds))
+    return jnp.max(jnp.stack(worst))
 
 
 _FACTOR = 2.0**65  # of small numbers, and of large ones its inverse
@@ -194,17 +197,16 @@ def norm(tree: Any) -> jax.Array:
             # Without a choice, XLA squares first.
             large = jnp.where(size > 1, part / factor, zero)
             small = jnp.where(size < 1, part * factor, zero)
-            sums = jax.lax.reduce(
-                list(map(jnp.square, (part, large, small))),
-                [zero] * 3,
-                lambda a, b: list(map(jnp.add, a, b)),
-                range(part.ndim),
-            )
-            pairs = zip(totals, sums, strict=True)
-            totals = [total + x.astype(jnp.float32) for total, x in pairs]
-    plain, of_large, of_small = map(jnp.sqrt, totals)
+            squares = [jnp.square(x) for x in (part, large, small)]
+            sums = jax.lax.reduce(squares, [zero] * 3, _added, range(part.ndim))
+            totals = _added(totals, [x.astype(jnp.float32) for x in sums])
+    plain, of_large, of_small = (jnp.sqrt(x) for x in totals)
     finite = jnp.where(plain < 2.0**-30, of_small / _FACTOR, plain)
     return jnp.where(jnp.isinf(plain), of_large * _FACTOR, finite)
+
+
+def _added(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+    return [x + y for x, y in zip(a, b, strict=True)]
 
 
 def is_inexact(x: Any) -> bool:
@@ -278,11 +280,11 @@ def first_difference(
             return f"{key_path((*path, key))!r} is in {name} only"
     if level_a != level_b:
         return f"at {where}, {kind_a} in both, with other static fields"
-    found = (
-        first_difference(part, parts_b[key], names, (*path, key))
-        for key, part in parts_a.items()
-    )
-    return next((difference for difference in found if difference is not None), None)
+    for key, part in parts_a.items():
+        found = first_difference(part, parts_b[key], names, (*path, key))
+        if found is not None:
+            return found
+    return None
 
 
 def key_path(path: Any) -> str:
@@ -304,7 +306,7 @@ def _split_root(tree: Any) -> tuple[Any, str, dict[Any, Any]]:
 
 
 def with_value(x: Any) -> Any:
-    """Return a leaf that is no `ShapeDtypeStruct`."""
+    """Return a leaf that has a value, unlike a `ShapeDtypeStruct`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(f"Expected arrays, got {x}: call it inside of jax.eval_shape.")
     return x
@@ -350,12 +352,8 @@ def _select(pred: jax.Array, x: Any, y: Any, path: Any) -> Any:
 
 
 def _check_same_structure(a: Any, b: Any, caller: str) -> None:
-    structure_a, structure_b = jax.tree.structure(a), jax.tree.structure(b)
-    if structure_a == structure_b:
-        return
-    a_paths, b_paths = set(key_paths(a)), set(key_paths(b))
-    raise ValueError(
-        f"{caller} got trees of different structure: only the first has "
-        f"{sorted(a_paths - b_paths)}, only the second {sorted(b_paths - a_paths)} "
-        f"({structure_a} and {structure_b})."
-    )
+    # Each way: None matches anything in one of them.
+    difference = first_difference(a, b)
+    difference = difference or first_difference(b, a, ("the second", "the first"))
+    if difference is not None:
+        raise ValueError(f"{caller} got trees of different structure: {difference}.")

@@ -351,7 +351,7 @@ def test_state_of_another_kind_is_an_error():
     for new, match in [
         ({"grads": fewer}, "Expected gradients and parameters of the same structure"),
         ({"other_state": shorter}, r"float32\[1\] and float32\[2\] at 'model/mask"),
-        ({"other_state": statistics}, r"only the second \['model/dropout"),
+        ({"other_state": statistics}, "'model/dropout.*' is in the second only"),
     ]:
         with pytest.raises(ValueError, match=match):
             state.apply_gradients(**{"grads": state.params} | new)
