@@ -225,9 +225,3 @@ def test_what_may_look_wrong_and_is_right() -> None:
     assert jmp.low_precision_state(ADAM, min_size=0)
     assert jmp.scale_aware(SGD, axis_name=("i", "j"), skip_nonfinite=np.bool_(False))
     assert jmp.half_dtype("rocm") == F16
-
-
-@pytest.mark.parametrize("name", ["scale", "unscale"])
-def test_zero_is_refused_where_a_static_scale_is_used(name: str) -> None:
-    with pytest.raises(ValueError, match="positive, finite loss scale, got 0.0"):
-        jax.eval_shape(getattr(jmp.StaticLossScale(0), name), X)

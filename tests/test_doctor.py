@@ -122,11 +122,11 @@ def test_native_fp8_without_a_measurement_is_not_recommended(missing):
 
 def test_a_driver_that_jax_does_not_use_is_noticed(tmp_path: Path):
     driver = tmp_path / "version"
-    assert doctor.find_missing({"cpu"}, driver=driver) == ()
+    assert doctor.find_missing({"cpu"}, driver) == []
     driver.touch()
-    (missing,) = doctor.find_missing({"cpu"}, driver=driver)
+    (missing,) = doctor.find_missing({"cpu"}, driver)
     assert 'JAX finds only the CPU: pip install "jmp-lite[gpu]"' in missing
-    assert doctor.find_missing({"gpu"}, driver=driver) == ()
+    assert doctor.find_missing({"gpu"}, driver) == []
 
 
 def test_a_jaxlib_that_is_known_to_compute_sums_wrongly_is_named():
@@ -158,7 +158,7 @@ def test_flushed_subnormals_are_told():
 
 def test_kept_subnormals_are_not_mentioned(monkeypatch):
     monkeypatch.setattr(doctor.jax, "jit", lambda f: lambda x, by: np.float64(x) * by)
-    assert doctor.find_flushed() == ()
+    assert doctor.find_flushed() == []
 
 
 def _rounded_away(x):

@@ -12,7 +12,7 @@ import importlib
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -294,11 +294,8 @@ def primitive_names() -> frozenset[str]:
     """Return the names of the primitives that `jax.extend` exports."""
     from jax.extend.core import primitives
 
-    return frozenset(
-        value.name
-        for value in vars(primitives).values()
-        if isinstance(value, Primitive)
-    )
+    found = vars(primitives).values()
+    return frozenset(value.name for value in found if isinstance(value, Primitive))
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
@@ -318,6 +315,10 @@ def match_jaxpr_type(closed: Any, old: Any) -> tuple[Any, tuple[Any, ...]]:
     """
     if isinstance(old, ClosedJaxpr):
         return closed, ()
+    return _consts_as_inputs(closed)
+
+
+def _consts_as_inputs(closed: Any) -> tuple[Any, tuple[Any, ...]]:
     opened, consts = open_jaxpr(closed), consts_of(closed)
     invars = [*opened.constvars, *opened.invars]
     return opened.replace(constvars=[], invars=invars) if consts else opened, consts
@@ -411,7 +412,7 @@ def source_context(info: Any) -> Any:
     return source_info_util_private.user_context(info.traceback, name_stack=stack)
 
 
-def scan_counts(params: dict[str, Any]) -> tuple[int, int] | None:
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the numbers of constants and carries of a scan, or None if unknown."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -426,7 +427,7 @@ def is_placed(aval: Any) -> bool:
     return bool(aval.manual_axis_type.varying) or any(aval.sharding.spec)
 
 
-def shard_map_axes(params: dict[str, Any]) -> Any:
+def shard_map_axes(params: Mapping[str, Any]) -> Any:
     """Return the axes that a shard_map makes manual, or None if unknown."""
     return params.get("manual_axes", params.get("newly_manual_axes"))
 
@@ -455,10 +456,7 @@ def _series_of_checkpoint(primals: Any, terms: Any, *, jaxpr: Any, **_: Any) -> 
 
 def checkpoint(closed: Any, args: Sequence[Any], **options: Any) -> list[Any]:
     """Run a closed jaxpr, and again in the backward pass, as `jax.checkpoint` does."""
-    opened, consts = open_jaxpr(closed), consts_of(closed)
-    if consts:
-        invars = [*opened.constvars, *opened.invars]
-        opened = opened.replace(constvars=[], invars=invars)
+    opened, consts = _consts_as_inputs(closed)
     return remat_p.bind(*consts, *args, jaxpr=opened, differentiated=False, **options)
 
 

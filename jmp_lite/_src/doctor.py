@@ -8,6 +8,7 @@ traffic, which half precision also halves, is not measured.
 
 import dataclasses
 import functools
+import itertools
 import os
 import statistics
 import textwrap
@@ -20,19 +21,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jmp_lite._src import arguments, compat, dtypes, fp8, reports
 
-# The dtypes of both operands. The fp8 products are those of `fp8_dot_general`: forward,
-# and for gradients. It has no E5M2 x E5M2, and neither has cuBLAS.
-TIMED = (
-    (jnp.float32, jnp.float32),
-    (jnp.bfloat16, jnp.bfloat16),
-    (jnp.float16, jnp.float16),
-    (fp8.FORWARD, fp8.FORWARD),
-    (fp8.GRADIENT, fp8.FORWARD),
-)
+# The dtypes of both operands, by the name of the product. The fp8 products are those of
+# `fp8_dot_general`: forward, and for gradients. It has no E5M2 x E5M2, nor has cuBLAS.
+_FORWARD, _GRADIENT = "float8_e4m3fn", "float8_e5m2 x float8_e4m3fn"
+TIMED = {
+    "float32": (jnp.float32, jnp.float32),
+    "bfloat16": (jnp.bfloat16, jnp.bfloat16),
+    "float16": (jnp.float16, jnp.float16),
+    _FORWARD: (fp8.FORWARD, fp8.FORWARD),
+    _GRADIENT: (fp8.GRADIENT, fp8.FORWARD),
+}
 # Powers of two fill the tiles of every matrix unit. The largest saturates the fastest
 # devices; what is below 4096 measures the overhead of calls there (on an H100, 1.05 ×
 # the rate of float32 at 256), and compiling for them takes most of the time.
@@ -41,6 +42,7 @@ _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 50
 # From this measured ratio on, a half dtype is recommended even on a device where it is
 # expected to be slow, and fp8 is worth a trial where it is native.
 _CLEARLY_FASTER = 1.2
+_DRIVER = Path("/proc/driver/nvidia/version")
 _BUSY = "it may be busy, or the matrices too small (raise --seconds)."
 
 
@@ -48,13 +50,18 @@ _BUSY = "it may be busy, or the matrices too small (raise --seconds)."
 class Rate:
     """The speed of matrix products of a dtype, or of two."""
 
-    # The NumPy name of the dtype of both operands, or of each if they differ:
-    # "float8_e5m2 x float8_e4m3fn".
-    dtype: str
+    dtype: str  # a name of `TIMED`
     size: int  # rows of the square matrices
     tflops: float | None = None  # 1e12 multiplications and additions per second
     over_float32: float | None = None  # the median over rounds
     error: str = ""  # why the product does not compile
+
+    @property
+    def numbers(self) -> tuple[str, str]:
+        """Both measurements as text."""
+        if self.tflops is None or self.over_float32 is None:
+            return "-", "-"
+        return f"{self.tflops:.3g}", f"{self.over_float32:.2f}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +83,7 @@ class Diagnosis(reports.Report):
     def _table(self, every):
         size = max(rate.size for rate in self.rates)
         numbers = ("TFLOP/s", "/ float32")
-        rows = [
-            (r.dtype, "-", "-")
-            if r.tflops is None or r.over_float32 is None
-            else (r.dtype, f"{r.tflops:.3g}", f"{r.over_float32:.2f}")
-            for r in self.rates
-        ]
+        rows = [(rate.dtype, *rate.numbers) for rate in self.rates]
         columns = (f"products of {size} × {size}", *numbers)
         findings = " ".join(self.findings)
         return reports.Table(
@@ -136,7 +138,7 @@ def diagnose(
             *(f"{r.dtype} does not compile: {r.error}" for r in rates if r.error),
             float32_finding(),
             *find_flushed(),
-            *find_missing({d.platform for d in devices}),
+            *find_missing({d.platform for d in devices}, _DRIVER),
             *find_miscompiled(),
         ),
     )
@@ -186,11 +188,10 @@ def fp8_findings(device: Any, ratios: Mapping[str, float]) -> list[str]:
     if slow is not None:
         return [f"No native fp8 products are known here: {slow}."]
     native = f"fp8 products are native on {device.device_kind}."
-    names = (_product_name(*TIMED[i]) for i in (1, 3, 4))
-    bfloat16, forward, gradient = (ratios.get(name) for name in names)
-    if bfloat16 is None or forward is None or gradient is None:
+    if not {"bfloat16", _FORWARD, _GRADIENT} <= ratios.keys():
         return [f"{native} Their rate relative to bfloat16 was not measured here."]
-    forward, gradient = forward / bfloat16, gradient / bfloat16
+    forward = ratios[_FORWARD] / ratios["bfloat16"]
+    gradient = ratios[_GRADIENT] / ratios["bfloat16"]
     # A train step has one forward product and two for gradients, all of equal size.
     ratio = 3 / (1 / forward + 2 / gradient)
     measured = (
@@ -206,19 +207,17 @@ def fp8_findings(device: Any, ratios: Mapping[str, float]) -> list[str]:
     ]
 
 
-def find_missing(
-    platforms: set[str], *, driver: Path = Path("/proc/driver/nvidia/version")
-) -> tuple[str, ...]:
-    """Return a sentence for each kind of hardware that JAX does not use."""
-    if platforms == {"cpu"} and driver.exists():
-        return (
-            "NVIDIA's driver is loaded, but JAX finds only the CPU: pip install "
-            '"jmp-lite[gpu]", or check JAX_PLATFORMS and CUDA_VISIBLE_DEVICES.',
-        )
-    return ()
+def find_missing(platforms: set[str], driver: Path) -> list[str]:
+    """Return a sentence if JAX does not use a GPU that has a driver."""
+    if platforms != {"cpu"} or not driver.exists():
+        return []
+    return [
+        "NVIDIA's driver is loaded, but JAX finds only the CPU: pip install "
+        '"jmp-lite[gpu]", or check JAX_PLATFORMS and CUDA_VISIBLE_DEVICES.'
+    ]
 
 
-def find_miscompiled() -> tuple[str, ...]:
+def find_miscompiled() -> list[str]:
     """Return a sentence for each known program that XLA computes wrongly here.
 
     On CPUs, XLA of jaxlib 0.10.2 and 0.11.0 fuses a product of broadcast factors into a
@@ -232,15 +231,20 @@ def find_miscompiled() -> tuple[str, ...]:
         (14336, jax.grad(lambda s: jnp.sum(scaled(s))), 1.0),
         (512, jax.grad(lambda w: jnp.sum((batch @ w).astype(jnp.float32))), w),
     )
-    return tuple(
-        f"jaxlib {compat.versions()['jaxlib']} computes sums wrongly here: a gradient "
-        f"of {expected} is {found:g}. On CPUs, versions 0.10.2 and 0.11.0 are known to "
-        "do so, in float32 too (https://github.com/jax-ml/jax/issues/39103), and from "
-        "0.11.2 on in bfloat16. Install another, or set "
-        "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= (empty)."
-        for expected, grad, argument in grads
-        if (found := float(jnp.ravel(jax.jit(grad)(argument))[0])) != expected
-    )
+    sentences = []
+    for expected, grad, argument in grads:
+        found = float(jnp.ravel(jax.jit(grad)(argument))[0])
+        if found == expected:
+            continue
+        sentences.append(
+            f"jaxlib {compat.versions()['jaxlib']} computes sums wrongly here: a "
+            f"gradient of {expected} is {found:g}. On CPUs, versions 0.10.2 and 0.11.0 "
+            "are known to do so, in float32 too "
+            "(https://github.com/jax-ml/jax/issues/39103), and from 0.11.2 on in "
+            "bfloat16. Install another, or set "
+            "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= (empty)."
+        )
+    return sentences
 
 
 def measure_rates(
@@ -281,7 +285,7 @@ def measure_rates(
     return (*rates, *[Rate(n, size, error=text) for n, text in errors.items()])
 
 
-def find_flushed() -> tuple[str, ...]:
+def find_flushed() -> list[str]:
     """Return a sentence if the first device flushes subnormals of a dtype to 0."""
     # As arguments: XLA folds constants on the host, which may keep subnormals.
     multiply = jax.jit(jnp.multiply)
@@ -292,9 +296,7 @@ def find_flushed() -> tuple[str, ...]:
         found = [multiply(*(np.asarray(x, dtype) for x in pair)) for pair in pairs]
         if not all(float(x) for x in found):
             flushed.append(np.dtype(dtype).name)
-    if not flushed:
-        return ()
-    return (f"Subnormals of {' and '.join(flushed)} are 0 here.",)
+    return [f"Subnormals of {' and '.join(flushed)} are 0 here."] if flushed else []
 
 
 def float32_finding() -> str:
@@ -320,10 +322,10 @@ def _compile_products(size: int) -> tuple[dict[str, Callable[[], Any]], dict[str
     numbers = np.random.default_rng(0).normal(size=(size, size))
     arrays = {
         dtype: jax.device_put(numbers.astype(dtype))
-        for dtype in {dtype for operands in TIMED for dtype in operands}
+        for dtype in set(itertools.chain(*TIMED.values()))
     }
     runs, errors = {}, {}
-    for lhs, rhs in TIMED:
+    for name, (lhs, rhs) in TIMED.items():
         # XLA's fp8 kernels sum over the last dimension of both operands. With other
         # dimensions a transpose would be timed too.
         product: Any = functools.partial(
@@ -334,7 +336,6 @@ def _compile_products(size: int) -> tuple[dict[str, Callable[[], Any]], dict[str
                 fp8.multiply, summed=(-1, -1), dtype=jnp.dtype(jnp.bfloat16)
             )
         a, b = arrays[lhs], arrays[rhs]
-        name = _product_name(lhs, rhs)
         try:
             run = functools.partial(jax.jit(product).lower(a, b).compile(), a, b)
             jax.block_until_ready(run())
@@ -343,11 +344,6 @@ def _compile_products(size: int) -> tuple[dict[str, Callable[[], Any]], dict[str
         else:
             runs[name] = run
     return runs, errors
-
-
-def _product_name(lhs: DTypeLike, rhs: DTypeLike) -> str:
-    """Return the NumPy name of a dtype, or both names: "float8_e5m2 x …"."""
-    return " x ".join(dict.fromkeys(np.dtype(x).name for x in (lhs, rhs)))
 
 
 def _time(run: Callable[[], Any]) -> float:

@@ -47,7 +47,7 @@ def is_of_jax(dtype: np.dtype) -> bool:
     return jnp.issubdtype(dtype, np.number) and hasattr(jnp, dtype.name)
 
 
-def is_half(dtype: DTypeLike) -> bool:
+def is_half(dtype: DTypeLike | None) -> bool:
     """Return whether this dtype is float16 or bfloat16."""
     return dtype in _HALF
 

@@ -8,7 +8,7 @@ the memory of bfloat16.
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import batching
+from jax.typing import DTypeLike
 
 from jmp_lite._src import compat, dtypes, new_primitives
 
@@ -46,9 +47,9 @@ def fp8_dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
     dimension_numbers: Dimensions,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    **options: Any,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: None = None,
 ) -> jax.Array:
     """Return a matrix product of operands rounded to fp8: `lax.dot_general` in fp8.
 
@@ -79,7 +80,7 @@ def fp8_dot_general(
       precision: None or the default; fp8 has no other.
       preferred_element_type: the dtype of the result; by default that of both operands,
         or float32 if they differ.
-      **options: `out_sharding=None` is accepted, since `jnp.einsum` passes it.
+      out_sharding: None, which `jnp.einsum` passes.
 
     Returns:
       The product. It has the batch dimensions, the free dimensions of `lhs`, and those
@@ -89,7 +90,7 @@ def fp8_dot_general(
       TypeError: an operand is not f32, bf16 or f16: for fp8 arrays it would need their
         scales.
       ValueError: the dimension numbers do not fit; a precision other than the default;
-        an unknown option; a second derivative, which fp8 does not have.
+        an `out_sharding`; a second derivative, which fp8 does not have.
 
     Examples:
       >>> a, b = jnp.ones((2, 16)), jnp.full((16, 3), 0.5, jnp.bfloat16)
@@ -115,10 +116,9 @@ def fp8_dot_general(
             f"fp8_dot_general has one precision, got precision={precision!r}: leave it "
             "out, or use lax.dot_general for this product."
         )
-    unknown = {name: value for name, value in options.items() if value is not None}
-    if unknown or set(options) - {"out_sharding"}:
+    if out_sharding is not None:
         raise ValueError(
-            f"fp8_dot_general does not support {sorted(options)}: got {options}. Use "
+            f"fp8_dot_general has no out_sharding, got {out_sharding!r}: use "
             "jax.lax.with_sharding_constraint on its result."
         )
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs)]
@@ -139,8 +139,8 @@ def dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
     dimension_numbers: Dimensions,
-    dtype: Any = None,
-    lhs_dtype: Any = FORWARD,
+    dtype: DTypeLike | None = None,
+    lhs_dtype: DTypeLike = FORWARD,
 ) -> jax.Array:
     """Return what `fp8_dot_general` does."""
     of_lhs = _Dimensions(lhs.shape, dimension_numbers, 0)
@@ -158,18 +158,18 @@ def large_dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
     dimension_numbers: Dimensions,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    out_sharding: Any = None,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: jax.sharding.Sharding | None = None,
 ) -> jax.Array:
     """Return a product in fp8 if it gains from it, else one in the dtype of `lhs`.
 
     A layer of Flax takes it as its `dot_general`, of inputs in the compute dtype and
     weights. The result has the dtype of the inputs by default.
     """
-    given = (dimension_numbers, precision, out_sharding)
     is_float = jnp.issubdtype(rhs.dtype, jnp.floating)
-    if is_float and not why_not(jax.typeof(lhs), jax.typeof(rhs), *given):
+    operands = jax.typeof(lhs), jax.typeof(rhs)
+    if is_float and not why_not(*operands, dimension_numbers, precision, out_sharding):
         dtype = lhs.dtype if preferred_element_type is None else preferred_element_type
         return dot_general(lhs, rhs, dimension_numbers, dtype)
     return lax.dot_general(
@@ -186,7 +186,7 @@ def why_not(
     lhs: Any,
     rhs: Any,
     dimension_numbers: Dimensions,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     out_sharding: Any = None,
     min_size: int = MIN_SIZE,
 ) -> str:
@@ -210,12 +210,13 @@ def sizes(lhs: Any, rhs: Any, dimension_numbers: Dimensions) -> list[int]:
     return [m, n, k]
 
 
-def is_default_precision(precision: Any) -> bool:
+def is_default_precision(precision: object) -> bool:
     """Return whether this is the default `precision` of a product, or a pair of it."""
-    pair = precision if isinstance(precision, tuple) else (precision,)
-    defaults = None, "default", lax.Precision.DEFAULT
-    is_name = (isinstance(p, str | lax.Precision | None) for p in pair)
-    return all(is_name) and all(p in defaults for p in pair)
+    if isinstance(precision, tuple):
+        return all(is_default_precision(p) for p in precision)
+    if not isinstance(precision, str | lax.Precision | None):
+        return False
+    return precision in (None, "default", lax.Precision.DEFAULT)
 
 
 def why_not_sizes(sizes: Sequence[int], min_size: int = MIN_SIZE) -> str:
@@ -242,7 +243,9 @@ def warn_if_slow() -> None:
 class _Dimensions:
     """The dimensions of an operand, the left or the right one, by their role."""
 
-    def __init__(self, shape: Any, dimension_numbers: Dimensions, operand: int):
+    def __init__(
+        self, shape: Sequence[int], dimension_numbers: Dimensions, operand: int
+    ):
         summed, batch = (axes[operand] for axes in dimension_numbers)
         free = [i for i in range(len(shape)) if i not in (*batch, *summed)]
         self.order = (*batch, *free, *summed)  # of the axes
@@ -254,7 +257,7 @@ class _Dimensions:
 
 
 def quantize(
-    x: jax.Array, dtype: Any, rank: int = 3, group: int = -3
+    x: jax.Array, dtype: DTypeLike, rank: int = 3, group: int = -3
 ) -> tuple[jax.Array, jax.Array]:
     """Return arrays over their scales in fp8, and the scales.
 
@@ -274,7 +277,7 @@ def quantize(
     return (x.astype(wide) * (1 / scale).astype(wide)).astype(dtype), scale
 
 
-def rounded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def rounded(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Return what an operand of at least two dimensions becomes, to measure it.
 
     The rounded numbers, and those before they are rounded, divided by the scale; f32.
@@ -309,7 +312,9 @@ def _product_batch(args, axes, **params):
     return product(jnp.moveaxis(a, a_axis, 0), jnp.moveaxis(b, b_axis, 0))
 
 
-def _of_examples(product: Any, x: jax.Array, axis: int, is_lhs: bool) -> jax.Array:
+def _of_examples(
+    product: Callable[[jax.Array], jax.Array], x: jax.Array, axis: int, is_lhs: bool
+) -> jax.Array:
     """Map a product over one operand: the examples of it are groups of its rows."""
     x = jnp.moveaxis(x, axis, -4)
     size, groups = x.shape[-4:-2]
@@ -319,7 +324,9 @@ def _of_examples(product: Any, x: jax.Array, axis: int, is_lhs: bool) -> jax.Arr
     return jnp.moveaxis(out, at, 0)
 
 
-def multiply(a8: jax.Array, b8: jax.Array, summed: tuple[int, int], dtype: Any) -> Any:
+def multiply(
+    a8: jax.Array, b8: jax.Array, summed: tuple[int, int], dtype: DTypeLike
+) -> jax.Array:
     """Return the product of fp8 matrices `[*batch, m, k]`, with their summed axes.
 
     The accumulator is rounded once, to bfloat16 or float32: both have its range, and a
@@ -334,13 +341,19 @@ def multiply(a8: jax.Array, b8: jax.Array, summed: tuple[int, int], dtype: Any) 
     return lax.dot_general(a8, b8, dims, precision, wide)
 
 
-def _scaled(out: jax.Array, a_scale: Any, b_scale: Any, sizes: Any, dtype: Any) -> Any:
+def _scaled(
+    out: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    formats: tuple[np.dtype, np.dtype],
+    dtype: DTypeLike,
+) -> jax.Array:
     """Return a product times the scales of its operands of these dtypes.
 
     Both scales are taken to the size of the operands, so that their product overflows
     or underflows only with the result.
     """
-    a_size, b_size = (_SIZE[x] for x in sizes)
+    a_size, b_size = (_SIZE[x] for x in formats)
     scale = (a_scale * a_size) * (b_scale * b_size)
     out = out * jnp.asarray(1 / (a_size * b_size), out.dtype) * scale.astype(out.dtype)
     return out.astype(dtype)
@@ -401,8 +414,8 @@ def _linear_transpose(
     summed = (-1 if is_lhs else -2, -2)
     out = multiply(ct8, lax.collapse(w8, -3, -1), summed, aval.dtype)
     ct_scale = ct_scale.reshape(*aval.shape[:-2], 1, 1)
-    sizes = ct8.dtype, w8.dtype
-    return _scaled(out.reshape(aval.shape), ct_scale, scale, sizes, aval.dtype)
+    formats = ct8.dtype, w8.dtype
+    return _scaled(out.reshape(aval.shape), ct_scale, scale, formats, aval.dtype)
 
 
 def _linear_jvp(primals, tangents, **params):
@@ -417,7 +430,7 @@ def _linear_batch(args, axes, **params):
     bind = functools.partial(_linear, **params)
     if of_rest == [None, None]:
         return _of_examples(lambda x: bind(x, *rest), x, axis, params["is_lhs"])
-    pairs = [*zip(args, axes, strict=True)]
+    pairs = list(zip(args, axes, strict=True))
     size = next(v.shape[i] for v, i in pairs if i is not None)
     return bind(*(batching.bdim_at_front(v, i, size) for v, i in pairs))
 
@@ -438,9 +451,5 @@ _product = new_primitives.new_primitive(
 # Linear in its first operand. Its transpose rounds to fp8; that of a dot_general would
 # multiply float32.
 _linear = new_primitives.new_primitive(
-    "fp8_linear",
-    _linear_impl,
-    _linear_jvp,
-    _linear_batch,
-    [_linear_transpose],
+    "fp8_linear", _linear_impl, _linear_jvp, _linear_batch, [_linear_transpose]
 )

@@ -19,9 +19,7 @@ def scaled_value_and_grad(
     fun: Callable[P, Any],
     *,
     loss_scale: Any,
-    argnums: int | Sequence[int] = 0,
     has_aux: Literal[False] = False,
-    value_and_grad: Callable[..., Any] = jax.value_and_grad,
     **kwargs: Any,
 ) -> Callable[P, tuple[jax.Array, Any]]: ...
 @overload
@@ -29,20 +27,12 @@ def scaled_value_and_grad(
     fun: Callable[P, tuple[Any, Aux]],
     *,
     loss_scale: Any,
-    argnums: int | Sequence[int] = 0,
     has_aux: Literal[True],
-    value_and_grad: Callable[..., Any] = jax.value_and_grad,
     **kwargs: Any,
 ) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
 @overload
 def scaled_value_and_grad(
-    fun: Callable[P, Any],
-    *,
-    loss_scale: Any,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool,
-    value_and_grad: Callable[..., Any] = jax.value_and_grad,
-    **kwargs: Any,
+    fun: Callable[P, Any], *, loss_scale: Any, has_aux: bool, **kwargs: Any
 ) -> Callable[P, tuple[Any, Any]]: ...
 def scaled_value_and_grad(
     fun: Callable[..., Any],

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jmp_lite._src import arguments, compat, trees
 from jmp_lite._src.jaxprs import name_scopes
@@ -58,7 +58,7 @@ class NoOpLossScale(metaclass=compat.FlaxSerializable):
         """Return the tree unchanged."""
         return tree
 
-    def adjust(self, grads_finite: Any) -> "NoOpLossScale":
+    def adjust(self, grads_finite: ArrayLike) -> "NoOpLossScale":
         """Return this loss scale unchanged."""
         check_flag(grads_finite)
         return self
@@ -99,7 +99,7 @@ class StaticLossScale(metaclass=compat.FlaxSerializable):
         check_loss_scale(self)
         return _multiply(tree, 1 / self.loss_scale)
 
-    def adjust(self, grads_finite: Any) -> "StaticLossScale":
+    def adjust(self, grads_finite: ArrayLike) -> "StaticLossScale":
         """Return this loss scale unchanged."""
         check_flag(grads_finite)
         return self
@@ -242,7 +242,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
         """
         return _multiply(tree, 1 / self.loss_scale)
 
-    def adjust(self, grads_finite: Any) -> "DynamicLossScale":
+    def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
         """Return the loss scale for the next step.
 
         Args:
@@ -387,7 +387,7 @@ def check_loss_scale(loss_scale: Any) -> None:
         _check_positive(value)
 
 
-def check_flag(grads_finite: Any) -> jax.Array:
+def check_flag(grads_finite: ArrayLike) -> jax.Array:
     return trees.check_flag(grads_finite, "all_finite(grads) makes one")
 
 

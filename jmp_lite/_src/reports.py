@@ -72,9 +72,10 @@ def short_line(line: str) -> str:
 
 def summarize(items: Sequence[str]) -> str:
     """Return the first few items, and the number of the others."""
-    first, rest = map(printable, items[:4]), len(items[4:])
-    more = f" and {rest} more" if rest else ""
-    return ", ".join(first) + more if items else "nothing"
+    if not items:
+        return "nothing"
+    first = ", ".join(printable(item) for item in items[:4])
+    return f"{first} and {len(items) - 4} more" if len(items) > 4 else first
 
 
 def span(paths: Iterable[str]) -> str:
@@ -90,7 +91,7 @@ def span(paths: Iterable[str]) -> str:
       >>> span(["head", "head"])
       'head'
     """
-    known = list(dict.fromkeys(filter(None, paths)))
+    known = list(dict.fromkeys(path for path in paths if path))
     if len(known) < 2:
         return "".join(known)
     first, last = known[0].split("/"), known[-1].split("/")
@@ -163,19 +164,15 @@ class Table:
         return "\n".join(filter(None, [self.title, *lines, self.caption]))
 
     def to_html(self) -> str:
-        kinds = ["right" if name in self.numbers else "left" for name in self.columns]
-        rows = [("th", self.columns), *(("td", cells) for cells in self.rows)]
-        text = "".join(
-            "<tr>"
-            + "".join(
-                f'<{tag} style="text-align:{kind}">{html.escape(cell)}</{tag}>'
-                for cell, kind in zip(cells, kinds, strict=True)
-            )
-            + "</tr>"
-            for tag, cells in rows
-        )
-        title, caption = html.escape(self.title), html.escape(self.caption)
-        return f"<p>{title}</p><table>{text}</table><p>{caption}</p>"
+        lines = [f"<p>{html.escape(self.title)}</p><table>"]
+        for tag, cells in [("th", self.columns), *(("td", row) for row in self.rows)]:
+            lines.append("<tr>")
+            for name, cell in zip(self.columns, cells, strict=True):
+                side = "right" if name in self.numbers else "left"
+                style = f'style="text-align:{side}"'
+                lines.append(f"<{tag} {style}>{html.escape(cell)}</{tag}>")
+            lines.append("</tr>")
+        return "".join([*lines, f"</table><p>{html.escape(self.caption)}</p>"])
 
 
 _NOT_OF_A_REPORT = (
@@ -250,14 +247,14 @@ def text_lines(
     cells = [[" ".join(cell.split()) for cell in row] for row in (columns, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["─" * width for width in widths])
-    lines = (
-        "  ".join(
+    lines = []
+    for row in cells:
+        padded = [
             cell.rjust(width) if name in numbers else cell.ljust(width)
             for cell, width, name in zip(row, widths, columns, strict=True)
-        )
-        for row in cells
-    )
-    return [line.rstrip() for line in lines]
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return lines
 
 
 def _plain(value: Any) -> Any:

@@ -1,15 +1,17 @@
 """Run the equations of a jaxpr again, each in its own name scope and source line."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jmp_lite._src import compat
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
+
+Params = Mapping[str, Any]  # of an equation
 
 
-def bind(eqn: Eqn, args: Any, params: dict[str, Any] | None = None) -> list[Any]:
+def bind(eqn: Eqn, args: Iterable[Any], params: Params | None = None) -> list[Any]:
     """Run an equation on other operands, in its own name scope and source line.
 
     Returns a list also where there is but one result.
@@ -17,7 +19,7 @@ def bind(eqn: Eqn, args: Any, params: dict[str, Any] | None = None) -> list[Any]
     return call(eqn, bind_here, eqn, args, params)
 
 
-def bind_here(eqn: Eqn, args: Any, params: dict[str, Any] | None = None) -> list[Any]:
+def bind_here(eqn: Eqn, args: Iterable[Any], params: Params | None = None) -> list[Any]:
     """Run an equation as `bind` does, in the scope and source line of the caller."""
     args, of_eqn = list(args), eqn.params if params is None else params
     bound = eqn.primitive.get_bind_params(of_eqn)
@@ -61,13 +63,16 @@ def _in_mesh(mesh: Any, fun: Callable[..., Any], *args: Any) -> Any:
 
 
 def evaluate(
-    jaxpr: Jaxpr, consts: Any, args: Any, run_eqn: Callable[..., list[Any]] = bind
+    jaxpr: Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    run_eqn: Callable[..., list[Any]] = bind,
 ) -> list[Any]:
     """Run an open jaxpr; by default each equation in its own scope and source line."""
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
 
-    def read(var):
+    def read(var: Var) -> Any:
         return var.val if compat.is_literal(var) else values[var]
 
     for eqn in jaxpr.eqns:

@@ -25,7 +25,7 @@ F32 = np.dtype(np.float32)
 _BOOL = np.dtype(bool)
 
 
-def variables(operands: Iterable[Any]) -> Iterator[Var]:
+def variables(operands: Iterable[Var]) -> Iterator[Var]:
     """Yield the operands that are no literals."""
     return (v for v in operands if not compat.is_literal(v))
 
@@ -47,7 +47,7 @@ def inner_eqns(eqn: Eqn) -> Iterator[Eqn]:
                 queue += body.eqns
 
 
-def dtype_of(var: Var) -> Any:
+def dtype_of(var: Var) -> np.dtype | None:
     """Return the dtype of a value; None of a token or a ref, which is no value.
 
     What is read of a `jax.Ref` is a value. The ref itself is not cast or kept.
@@ -70,7 +70,7 @@ def is_bool(var: Var) -> bool:
 
 
 @functools.cache
-def _is_inexact(dtype: Any) -> bool:
+def _is_inexact(dtype: np.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 

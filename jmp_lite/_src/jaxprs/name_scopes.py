@@ -9,7 +9,7 @@ computes again is where it was computed first.
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 from jmp_lite._src import compat
@@ -59,22 +59,20 @@ def of(eqn: Eqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
-def scopes_in(jaxpr: Jaxpr) -> Iterator[str]:
-    """Yield the paths of all equations of a jaxpr, and of the jaxprs that it holds."""
-    known: dict[Jaxpr, Set[str]] = {}  # a function that is called often has one jaxpr
+def scopes_in(jaxpr: Jaxpr) -> set[str]:
+    """Return the paths of all equations of a jaxpr, and of the jaxprs that it holds."""
 
-    def scopes_of(jaxpr: Jaxpr) -> Set[str]:
-        if jaxpr not in known:
-            found: set[str] = set()
-            for eqn in jaxpr.eqns:
-                path = clean(of(eqn))
-                found.add(path)
-                for body in compat.jaxprs_of(eqn):
-                    found.update(join(path, inner) for inner in scopes_of(body))
-            known[jaxpr] = found
-        return known[jaxpr]
+    @functools.cache  # a function that is called often has one jaxpr
+    def scopes_of(jaxpr: Jaxpr) -> set[str]:
+        found = set()
+        for eqn in jaxpr.eqns:
+            path = clean(of(eqn))
+            found.add(path)
+            for body in compat.jaxprs_of(eqn):
+                found.update(join(path, inner) for inner in scopes_of(body))
+        return found
 
-    yield from scopes_of(compat.open_jaxpr(jaxpr))
+    return scopes_of(compat.open_jaxpr(jaxpr))
 
 
 def split(eqns: Sequence[Eqn]) -> tuple[Any, list[Eqn]]:

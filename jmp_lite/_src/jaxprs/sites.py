@@ -35,20 +35,22 @@ _TOP = Site("", "", "", "forward", "")
 
 def sites(jaxpr: Jaxpr) -> list[Site]:
     """Return the sites of an open jaxpr in the order in which a walk numbers them."""
-    return _sites(jaxpr, _TOP, derivatives(jaxpr))
-
-
-def _sites(jaxpr: Jaxpr, around: Site, derivative_ids: frozenset[int]) -> list[Site]:
+    derivative_ids = derivatives(jaxpr)
     found = []
-    for eqn in jaxpr.eqns:
-        site = site_of(eqn, around)
-        bodies = control_flow.bodies_of(eqn)
-        if bodies is None:
-            layer = name_scopes.without_marks(site.layer)
-            direction = "backward" if id(eqn) in derivative_ids else site.direction
-            found.append(dataclasses.replace(site, layer=layer, direction=direction))
-        for sub in bodies or ():
-            found += _sites(sub.jaxpr, in_loop(eqn, site), derivative_ids)
+
+    def visit(jaxpr: Jaxpr, around: Site) -> None:
+        for eqn in jaxpr.eqns:
+            site = site_of(eqn, around)
+            bodies = control_flow.bodies_of(eqn)
+            for sub in bodies or ():
+                visit(sub.jaxpr, in_loop(eqn, site))
+            if bodies is None:
+                layer = name_scopes.without_marks(site.layer)
+                direction = "backward" if id(eqn) in derivative_ids else site.direction
+                site = dataclasses.replace(site, layer=layer, direction=direction)
+                found.append(site)
+
+    visit(jaxpr, _TOP)
     return found
 
 

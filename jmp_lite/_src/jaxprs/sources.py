@@ -24,10 +24,14 @@ def source_line(eqn: Eqn, around: str = "") -> str:
     `around` it. JAX gives operations of custom derivative rules the line of the call.
     """
     frames = compat.user_frames(eqn.source_info.traceback)
-    found = next((x for x in frames if not _is_in_library(x.file_name)), None)
-    if found is None and (program := _program()):
-        found = next((x for x in frames if _package_of(x.file_name) == program), None)
-    return f"{found.file_name}:{found.start_line}" if found else around
+    for frame in frames:
+        if not _is_of_tools(frame.file_name) and not _package_of(frame.file_name):
+            return f"{frame.file_name}:{frame.start_line}"
+    program = _program()
+    for frame in frames:
+        if program and _package_of(frame.file_name) == program:
+            return f"{frame.file_name}:{frame.start_line}"
+    return around
 
 
 def is_of_user(error: BaseException) -> bool:
@@ -42,10 +46,6 @@ def _program() -> str:
     while frame is not None and _is_of_tools(frame.f_code.co_filename):
         frame = frame.f_back
     return _package_of(frame.f_code.co_filename) if frame else ""
-
-
-def _is_in_library(path: str) -> bool:
-    return _is_of_tools(path) or bool(_package_of(path))
 
 
 @functools.cache

@@ -36,10 +36,10 @@ class Alike:
 
 
 def structure(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     decides: Decides,
     plan: Any = None,
-    consts: Any = (),
+    consts: Sequence[Any] = (),
     alike: Alike | None = None,
 ) -> Hashable:
     """Return what is equal if two jaxprs compute the same from equal inputs.
@@ -48,9 +48,9 @@ def structure(
     lines count only if `decides` returns them. Any object with the attributes of a
     jaxpr will do. Without `alike`, a jaxpr in a parameter is equal to itself alone.
     """
-    numbers: dict[Any, int] = {}
+    numbers: dict[Var, int] = {}
 
-    def name(var: Any) -> Hashable:
+    def name(var: Var) -> Hashable:
         if compat.is_literal(var):
             return _constant(var.val), var.aval
         if var in numbers:
@@ -58,7 +58,7 @@ def structure(
         numbers[var] = len(numbers)
         return numbers[var], var.aval
 
-    def operation(eqn: Any, eqn_plan: Any) -> Hashable:
+    def operation(eqn: Eqn, eqn_plan: Any) -> Hashable:
         what, also_reads, bodies = decides(eqn, eqn_plan)
         if bodies is None:
             inside = [
