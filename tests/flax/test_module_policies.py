@@ -11,7 +11,6 @@ from jmp_lite import PolicyMap
 from jmp_lite._src.flax.module_policies import (
     ModulePolicies,
     enclosing_module,
-    kept_from_half,
     own_dtype,
 )
 
@@ -154,15 +153,6 @@ def test_why_says_what_decided(path, own, expected):
     own = {"f32": jnp.float32, "bf16": jnp.bfloat16}.get(own)
     modules = MODULES | {"encoder/deep": object, "head/inner": object, "other": object}
     assert policies.resolve(modules, {path: own})[path].why(path) == expected
-
-
-def test_the_default_alone_keeps_what_an_author_set_from_half():
-    policies = ModulePolicies(PolicyMap("mixed_float16", {"encoder": "bfloat16"}))
-    own = dict.fromkeys(MODULES, jnp.float32) | {"": None}
-    assert kept_from_half(policies.resolve(MODULES, own)) == ["head"]
-    for quiet in (dict.fromkeys(MODULES), dict.fromkeys(MODULES, jnp.bfloat16)):
-        assert kept_from_half(policies.resolve(MODULES, quiet)) == []
-    assert kept_from_half(ModulePolicies("full").resolve(MODULES, own)) == []
 
 
 def test_a_field_called_dtype_may_be_something_else():

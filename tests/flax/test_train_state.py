@@ -32,7 +32,6 @@ from train_states import (
 import jmp_lite
 from jmp_lite import DynamicLossScale, StaticLossScale, master_weights, scale_aware
 from jmp_lite._src import trees
-from jmp_lite._src.flax import train_step
 from jmp_lite.linen import TrainState
 
 # flax's norms, and optax's counts, promote. linen and nnx share what is tested here.
@@ -319,14 +318,14 @@ def test_a_state_survives_serialization():
     assert bitwise.raw_bits(restored) == bitwise.raw_bits(state)
 
 
-# The step that both take: of plain trees.
+# The step that both take: of plain trees, in linen's.
 
 _PARAMS = {"a": jnp.array([1.0, -0.0]), "b": jnp.ones(2)}
 _GRADS = {"a": jnp.ones(2), "b": jnp.ones(2)}
 
 
-def _first_step(tx: Any) -> Any:
-    return functools.partial(train_step.update, tx, _GRADS, tx.init(_PARAMS), _PARAMS)
+def _create(tx: Any, params: Any = _PARAMS, **fields: Any) -> Any:
+    return Bigger.create(apply_fn=None, params=params, tx=tx, **fields)
 
 
 _OPTIMISERS = {
@@ -349,45 +348,39 @@ _OPTIMISERS = {
 
 @pytest.mark.parametrize("name", _OPTIMISERS)
 def test_all_of_a_step_is_applied_or_nothing(name):
-    tx: Any = _OPTIMISERS[name]()
-
-    @jax.jit
-    def step(params, state, grads):
-        return train_step.update(tx, grads, state, params)
-
-    params, state, finite = step(_PARAMS, tx.init(_PARAMS), _GRADS)
-    assert finite
-    assert bitwise.raw_bits(params) != bitwise.raw_bits(_PARAMS)
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    first = _create(_OPTIMISERS[name]())
+    state = step(first, _GRADS)
+    assert int(state.step) == 1
+    assert bitwise.raw_bits(state.params) != bitwise.raw_bits(_PARAMS)
 
     for bad in ("a", "b"):
-        grads = _GRADS | {bad: jnp.array([1.0, jnp.inf])}
-        after, skipped, finite = step(params, state, grads)
-
-        assert not finite
-        assert bitwise.raw_bits(after) == bitwise.raw_bits(params)
+        skipped = step(state, _GRADS | {bad: jnp.array([1.0, jnp.inf])})
         assert bits_without_scale(skipped) == bits_without_scale(state)
         if name == "two loss scales":
-            metrics = jmp_lite.loss_scale_metrics(skipped)
+            metrics = jmp_lite.loss_scale_metrics(skipped.opt_state)
             for part in _PARAMS:
                 scale = metrics[f"inner_states/{part}/inner_state/loss_scale"]
                 assert float(scale) == (4.0 if part == bad else 8.0)
         elif name != "no loss scale":
-            assert float(jmp_lite.get_loss_scale(skipped).loss_scale) == 4.0
+            scale = jmp_lite.get_loss_scale(skipped.opt_state)
+            assert float(scale.loss_scale) == 4.0
 
 
 def test_an_infinity_that_was_there_before_is_no_reason_to_skip():
     old = jnp.array([-jnp.inf, 0.0])
     for optimiser in (optax.sgd(0.1), scale_aware(optax.sgd(0.1))):
-        step = functools.partial(_first_step(optimiser), old_other_state=old)
-        assert step(other_state=old)[2]
-        assert not step(other_state=jnp.array([-jnp.inf, jnp.inf]))[2]
+        state = _create(optimiser, metrics=old)
+        for new, steps in ((old, 1), (jnp.array([-jnp.inf, jnp.inf]), 0)):
+            assert int(state.apply_gradients(grads=_GRADS, metrics=new).step) == steps
 
 
 def test_the_average_of_half_parameters_is_float32():
     params = {"w": jnp.ones(2, jnp.bfloat16)}
-    ema = train_step.init_ema(params, 0.5)
-    assert ema["w"].dtype == jnp.float32
-    assert bitwise.avals(train_step.update_ema(ema, params, 0.5)) == bitwise.avals(ema)
+    state = _create(master_weights(optax.sgd(0.1)), ema_decay=0.5, params=params)
+    assert state.ema["w"].dtype == jnp.float32
+    after = state.apply_gradients(grads=params)
+    assert bitwise.avals(after) == bitwise.avals(state)
 
 
 # What an optimiser is given, and may not do.
@@ -398,7 +391,14 @@ _WRAPPERS: dict[str, Any] = {
     "scale_aware": lambda inner: scale_aware(inner, _ONE),
     "MultiSteps": lambda inner: scale_aware(optax.MultiSteps(inner, 1), _ONE),
 }
-_OTHER_STATE = {"other_state": jnp.ones(1), "old_other_state": jnp.zeros(1)}
+
+
+def _first_step(tx: Any) -> Any:
+    state = _create(tx, metrics=jnp.zeros(1))
+    return functools.partial(state.apply_gradients, grads=_GRADS)
+
+
+_OTHERS = {"metrics": jnp.ones(1)}
 
 
 @pytest.mark.parametrize("wrap", _WRAPPERS)
@@ -409,13 +409,13 @@ def test_an_optimiser_that_needs_the_loss_says_so_as_it_does_alone(name, wrap):
     with pytest.raises(TypeError, match="missing 1 required key.*: 'value'") as alone:
         inner.update(_GRADS, inner.init(_PARAMS), _PARAMS)
     update = _first_step(_WRAPPERS[wrap](inner))
-    for other_state in ({}, _OTHER_STATE):
+    for others in ({}, _OTHERS):
         with pytest.raises(TypeError) as ours:
-            jax.eval_shape(lambda kwargs: update(**kwargs), other_state)
+            jax.eval_shape(lambda kwargs: update(**kwargs), others)
         assert str(ours.value) == str(alone.value)
-    params, _, finite = jax.jit(lambda: update(value=0.5, **_OTHER_STATE))()
-    assert finite
-    assert bitwise.raw_bits(params) != bitwise.raw_bits(_PARAMS)
+    after = jax.jit(lambda: update(value=0.5, **_OTHERS))()
+    assert int(after.step) == 1
+    assert bitwise.raw_bits(after.params) != bitwise.raw_bits(_PARAMS)
 
 
 @pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
@@ -424,12 +424,11 @@ def test_an_optimiser_that_refuses_a_loss_is_not_given_one(wrap):
     update = _first_step(_WRAPPERS[wrap](sam))
 
     @jax.jit
-    def are_finite(other):
-        options: Any = _OTHER_STATE | {"other_state": other}
-        return [update(value=value, **options)[2] for value in (None, 0.5)]
+    def steps(metrics):
+        return [update(value=value, metrics=metrics).step for value in (None, 0.5)]
 
-    assert all(are_finite(jnp.ones(1)))
-    assert not any(are_finite(jnp.full(1, jnp.inf)))
+    assert list(map(int, steps(jnp.ones(1)))) == [1, 1]
+    assert list(map(int, steps(jnp.full(1, jnp.inf)))) == [0, 0]
 
 
 def _given(seen: list[Any]) -> Any:

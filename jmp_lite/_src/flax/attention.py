@@ -9,11 +9,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jmp_lite._src import trees
 
 
-def softmax_in_float32(attention_fn: Any) -> Any:
+def softmax_in_float32(attention_fn: object) -> Callable[..., jax.Array] | None:
     """Return the replacement of an `attention_fn` of flax; None if there is none."""
     if attention_fn is nn.attention.dot_product_attention:
         return dot_product_attention
@@ -27,15 +28,15 @@ def dot_product_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    bias: Any = None,
-    mask: Any = None,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
     *,
-    dtype: Any = None,
-    precision: Any = None,
+    dtype: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
     module: Any = None,
     is_causal: bool = False,
-    qk_attn_weights_einsum: Callable[..., Any] | None = None,
-    attn_weights_value_einsum: Callable[..., Any] | None = None,
+    qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
+    attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     **options: Any,
 ) -> jax.Array:
     """Return flax's dot-product attention, with products in `dtype` and softmax in f32.

@@ -6,11 +6,12 @@ Shared by the `with_policy` of linen and of nnx; does not import flax.
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jmp_lite._src import arguments, compat, dtypes, reports, trees
 from jmp_lite._src.autocast import half_calls
@@ -25,15 +26,15 @@ class ModulePolicy:
     rule: str | None = None
     is_named: bool = False  # whether the rule is of this module, not of one around it
     is_rule_start: bool = False  # whether, besides, the enclosing module has another
-    own_dtype: Any = None  # the `dtype` that the author of the model set on it
+    own_dtype: DTypeLike | None = None  # the `dtype` that the author set on it
 
     @property
-    def kept_dtype(self) -> Any:
+    def kept_dtype(self) -> DTypeLike | None:
         """The author's `dtype` if no rule overrides it, else None."""
         return self.own_dtype if self.rule is None else None
 
     @property
-    def compute_dtype(self) -> Any:
+    def compute_dtype(self) -> DTypeLike:
         kept = self.kept_dtype
         return self.policy.compute_dtype if kept is None else kept
 
@@ -41,6 +42,14 @@ class ModulePolicy:
     def is_fp8(self) -> bool:
         """Whether large matrix products of the module are in fp8."""
         return self.kept_dtype is None and self.policy.matmul_dtype == "fp8"
+
+    @property
+    def is_kept_from_half(self) -> bool:
+        """Whether the author's `dtype` keeps the module out of half."""
+        by_policy = jnp.dtype(self.policy.compute_dtype)
+        return dtypes.is_half(by_policy) and not dtypes.is_half(
+            jnp.dtype(self.compute_dtype)
+        )
 
     def why(self, path: str) -> str:
         """Return what decided the dtypes of the module, which has this path."""
@@ -55,7 +64,7 @@ class ModulePolicy:
         return f"{reason}, overriding {own}" if own else reason
 
 
-def own_dtype(module: Any) -> Any:
+def own_dtype(module: object) -> DTypeLike | None:
     """Return the `dtype` that the author of a model set on a module, None if none."""
     dtype = getattr(module, "dtype", None)
     try:
@@ -108,7 +117,7 @@ class ModulePolicies:
         return half_calls.inside(self._halves[0].compute_dtype)
 
     @property
-    def reduce_dtype(self) -> Any:
+    def reduce_dtype(self) -> DTypeLike | None:
         """The reduce dtype of the model: that of the default."""
         return self.policy.default.reduce_dtype
 
@@ -121,7 +130,9 @@ class ModulePolicies:
         return [p for p in self._all if dtypes.is_half(jnp.dtype(p.compute_dtype))]
 
     def resolve(
-        self, modules: Mapping[str, type], own_dtypes: Mapping[str, Any] | None = None
+        self,
+        modules: Mapping[str, type],
+        own_dtypes: Mapping[str, DTypeLike | None] | None = None,
     ) -> dict[str, ModulePolicy]:
         """Return the policy of each module of a model, in the order of `modules`.
 
@@ -182,11 +193,11 @@ class ModulePolicies:
         return None
 
 
-def _is_class(pair: Any) -> bool:
+def _is_class(pair: object) -> bool:
     return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], type)
 
 
-def not_a_module(kind: str, got: Any) -> TypeError:
+def not_a_module(kind: str, got: object) -> TypeError:
     """Return the error for what is passed to `with_policy` as a linen or nnx module."""
     remedy = ""
     if isinstance(got, type):
@@ -198,32 +209,6 @@ def not_a_module(kind: str, got: Any) -> TypeError:
     elif compat.is_unbound_linen_module(got):
         remedy = " This is one of linen: use jmp_lite.linen.with_policy."
     return TypeError(f"Expected {kind} module, got {got!r}.{remedy}")
-
-
-def kept_from_half(resolved: Mapping[str, ModulePolicy]) -> list[str]:
-    """Return the paths of modules that their author's `dtype` keeps out of half."""
-    return [
-        path
-        for path, module in resolved.items()
-        if dtypes.is_half(jnp.dtype(module.policy.compute_dtype))
-        and not dtypes.is_half(jnp.dtype(module.compute_dtype))
-    ]
-
-
-def no_half_message(what: str, kept: Sequence[str], policy: Policy) -> str:
-    """Return the warning that a policy puts nothing in half precision."""
-    names = [path or "the model itself" for path in kept[:_MOST_NAMES]]
-    more = ", …" if len(kept) > _MOST_NAMES else ""
-    return (
-        f"0 of {what} run in {jnp.dtype(policy.compute_dtype).name} under the policy "
-        f"{policy}: {len(kept)} of its modules set a `dtype`, which only a rule "
-        f"overrides: {', '.join(names)}{more}. Add a rule "
-        f"(`PolicyMap('full', {{'': '{policy}'}})`), or create the model without a "
-        "dtype (`dtype=None`, or in its config), or use jmp_lite.autocast."
-    )
-
-
-_MOST_NAMES = 5
 
 
 def enclosing_module(path: str, modules: Container[str]) -> str | None:

@@ -6,42 +6,39 @@ Shared by the `with_policy` of linen and of nnx; does not import flax.
 import collections
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax.numpy as jnp
 
 from jmp_lite._src import dtypes, fp8
 from jmp_lite._src.autocast import products
-from jmp_lite._src.flax import module_policies
 from jmp_lite._src.flax.module_policies import ModulePolicy
+from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn
 from jmp_lite._src.jaxprs.walk import walk
+from jmp_lite._src.policy import Policy
 
 
 def warn(
     what: str,
     resolved: Mapping[str, ModulePolicy],
-    trace: Callable[[], Any],
-    *,
-    in_half: bool,
-    in_fp8: bool,
+    trace: Callable[[], ClosedJaxpr | None],
 ) -> None:
     """Warn if no product of a call is in half, or none in fp8, or fp8 is slow here.
 
-    `in_half` and `in_fp8` say that some product is, or has to be: usually one is,
-    without another trace. `trace` returns the jaxpr of the call, None if it has none.
+    `trace` returns the jaxpr of the call, None if it has none.
     """
-    kept = module_policies.kept_from_half(resolved)
-    needs_half = bool(kept) and not in_half
+    kept = [path for path, module in resolved.items() if module.is_kept_from_half]
     any_fp8 = any(module.policy.matmul_dtype == "fp8" for module in resolved.values())
-    jaxpr = trace() if needs_half or any_fp8 and not in_fp8 else None
+    if not kept and not any_fp8:
+        return
+    jaxpr = trace()
     names = (*products.NAMES, fp8.PRIMITIVE)
     eqns = [] if jaxpr is None else walk(jaxpr)
     found = [eqn for eqn in eqns if eqn.primitive.name in names]
     operands = [v.aval.dtype for eqn in found for v in eqn.invars[:2]]
     reasons = collections.Counter(map(_why_not_fp8, found))
-    if needs_half and found and not any(map(dtypes.is_half, operands)):
+    if kept and found and not any(map(dtypes.is_half, operands)):
         of = f"the {len(found)} matrix products of {what}"
-        text = module_policies.no_half_message(of, kept, resolved[""].policy)
+        text = _no_half_message(of, kept, resolved[""].policy)
     elif any_fp8 and jaxpr is not None and not reasons[""]:
         text = _no_fp8_message(what, reasons)
     else:
@@ -51,7 +48,22 @@ def warn(
     warnings.warn(text, stacklevel=3)
 
 
-def _why_not_fp8(eqn: Any) -> str:
+_MOST_NAMES = 5
+
+
+def _no_half_message(of: str, kept: list[str], policy: Policy) -> str:
+    names = [path or "the model itself" for path in kept[:_MOST_NAMES]]
+    more = ", …" if len(kept) > _MOST_NAMES else ""
+    return (
+        f"0 of {of} run in {jnp.dtype(policy.compute_dtype).name} under the policy "
+        f"{policy}: {len(kept)} of its modules set a `dtype`, which only a rule "
+        f"overrides: {', '.join(names)}{more}. Add a rule "
+        f"(`PolicyMap('full', {{'': '{policy}'}})`), or create the model without a "
+        "dtype (`dtype=None`, or in its config), or use jmp_lite.autocast."
+    )
+
+
+def _why_not_fp8(eqn: Eqn) -> str:
     operands = [v.aval.dtype for v in eqn.invars[:2]]
     if eqn.primitive.name == fp8.PRIMITIVE or any(map(dtypes.needs_scale, operands)):
         return ""

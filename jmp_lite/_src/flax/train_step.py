@@ -4,17 +4,18 @@ Shared by `linen.TrainState` and `nnx.TrainState`; does not import flax.
 """
 
 import warnings
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from jmp_lite._src import arguments, trees
 from jmp_lite._src.optimizers import base
 from jmp_lite._src.optimizers.scale_aware import (
-    OfBatch,
+    OtherResultsFinite,
     ScaleAwareState,
     warn_if_updates_are_lost,
 )
@@ -31,7 +32,7 @@ def update(
     opt_state: optax.OptState,
     params: optax.Params,
     *,
-    value: Any = None,
+    value: ArrayLike | None = None,
     other_state: Any = None,
     old_other_state: Any = None,
 ) -> tuple[optax.Params, optax.OptState, jax.Array]:
@@ -40,18 +41,21 @@ def update(
     A step is skipped as `TrainState` documents it; an element of `other_state` that was
     infinite before, as in a mask, does not skip it.
     """
-    other_state_finite = _all_still_finite(other_state, old_other_state)
+    others_finite = _all_still_finite(other_state, old_other_state)
     extra = {} if value is None else {"value": value}
+
     # A scale-aware optimiser takes it for a bad forward pass: it skips the step and
     # keeps the loss scale.
-    told = trees.map_nodes(
-        lambda x: x._replace(loss_scale=OfBatch(x.loss_scale, other_state_finite)),
-        opt_state,
-        ScaleAwareState,
-    )
+    def tell(state):
+        told = OtherResultsFinite(state.loss_scale, others_finite)
+        return state._replace(loss_scale=told)
+
+    told = trees.map_nodes(tell, opt_state, ScaleAwareState)
     tx = base.as_transformation(tx)
     updates, new_opt_state = tx.update(grads, told, params, **extra)
-    new_opt_state = trees.map_nodes(lambda x: x.loss_scale, new_opt_state, OfBatch)
+    new_opt_state = trees.map_nodes(
+        lambda x: x.loss_scale, new_opt_state, OtherResultsFinite
+    )
     base.check_structure(new_opt_state, opt_state, "a train state", _ADVICE)
     if lost := set(trees.key_paths(params)) - set(trees.key_paths(updates)):
         raise ValueError(
@@ -63,7 +67,7 @@ def update(
     if not _is_scale_aware(opt_state):
         # Transformations outside of a scale-aware optimiser see the gradients first,
         # and may withhold them from it, as optax.MultiSteps does.
-        finite = trees.all_finite((grads, value)) & other_state_finite
+        finite = trees.all_finite((grads, value)) & others_finite
     for _, state in trees.find(new_opt_state, ScaleAwareState):
         finite = finite & state.last_finite
 
@@ -106,7 +110,7 @@ def update_ema(ema: Any, params: optax.Params, decay: float | None) -> Any:
 
 
 def check_start(
-    tx: Any, params: optax.Params, batch_stats: Any, decay: float | None
+    tx: object, params: optax.Params, batch_stats: Any, decay: float | None
 ) -> None:
     base.check_transformation(tx)
     if not hasattr(params, "__contains__"):  # flax asks whether they have fp8
@@ -163,5 +167,5 @@ def _all_still_finite(new: Any, old: Any) -> jax.Array:
     return jnp.stack(finite).all() if finite else jnp.array(True)
 
 
-def _is_scale_aware(x: Any) -> bool:
+def _is_scale_aware(x: object) -> TypeGuard[ScaleAwareState]:
     return isinstance(x, ScaleAwareState)

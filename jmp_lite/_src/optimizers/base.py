@@ -11,6 +11,7 @@
 import dataclasses
 import inspect
 import traceback
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -65,7 +66,9 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
 _LIKE_PARAMS = "Expected gradients like the parameters that `init` was given"
 
 
-def _why_unlike(grads: Any, state: Any, params: Any) -> str:
+def _why_unlike(
+    grads: optax.Updates, state: optax.OptState, params: optax.Params | None
+) -> str:
     """Return how gradients differ from parameters, or from each part of a state."""
     if why := _other_shape(grads, params):
         return why
@@ -98,7 +101,7 @@ def _is_ours(error: Exception) -> bool:
     return frame.f_globals["__name__"].startswith("jmp_lite.")
 
 
-def check_transformation(tx: Any) -> None:
+def check_transformation(tx: object) -> None:
     """Raise unless this has the methods of an optax transformation."""
     if hasattr(tx, "init") and hasattr(tx, "update"):
         return
@@ -110,7 +113,7 @@ def check_transformation(tx: Any) -> None:
     raise TypeError(f"Expected an optax transformation, got {tx!r}.{remedy}")
 
 
-def _takes_value(update: Any) -> bool:
+def _takes_value(update: Callable[..., object]) -> bool:
     try:
         parameters = inspect.signature(update).parameters
     except (TypeError, ValueError):  # the signature is unknown
@@ -137,7 +140,17 @@ def with_dtypes_of(new: optax.OptState, old: optax.OptState) -> optax.OptState:
     """
     if trees.first_difference(new, old) is not None:
         return new
-    return jax.tree.map(_with_dtype_of, new, old, is_leaf=lambda x: x is None)
+
+    def cast(new, old):
+        if new is None:
+            return old
+        if new is old or not isinstance(old, jax.Array | np.ndarray):
+            return new
+        if jnp.issubdtype(old.dtype, jax.dtypes.extended):
+            return new
+        return jnp.asarray(new).astype(old.dtype)
+
+    return jax.tree.map(cast, new, old, is_leaf=lambda x: x is None)
 
 
 def check_structure(
@@ -152,17 +165,7 @@ def check_structure(
         )
 
 
-def _with_dtype_of(new: Any, old: Any) -> Any:
-    if new is None:
-        return old
-    if new is old or not isinstance(old, jax.Array | np.ndarray):
-        return new
-    if jnp.issubdtype(old.dtype, jax.dtypes.extended):
-        return new
-    return jnp.asarray(new).astype(old.dtype)
-
-
-def check_state(state: Any, kind: type, owner: str) -> None:
+def check_state(state: object, kind: type, owner: str) -> None:
     if isinstance(state, kind):
         return
     message = f"Expected the state of {owner}.init(params), got {type(state).__name__}."
@@ -191,15 +194,14 @@ def check_gradients(grads: optax.Updates, params: optax.Params | None) -> None:
         )
 
 
-def check_params(params: Any, stored: Any) -> None:
+def check_params(params: Any, stored: optax.Params) -> None:
     """Raise unless parameters are like those that a state has stored.
 
     What is None in the state matches anything, as in `check_gradients`.
     """
     names = "the state", "the parameters"
     difference = trees.first_difference(stored, params, names)
-    difference = difference or _other_shape(params, stored)
-    if difference:
+    if difference := difference or _other_shape(params, stored):
         raise ValueError(
             f"Expected parameters like those that the state is of: {difference}."
         )
@@ -219,19 +221,14 @@ def fast_params(params: Any) -> Any:
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def check_key(key: Any) -> None:
+def check_key(key: jax.Array) -> None:
     """Raise unless this is one PRNG key, typed or raw."""
     try:
-        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-            shape = key.shape
-        else:
-            shape = jax.eval_shape(jax.random.wrap_key_data, key).shape
-    except (AttributeError, TypeError, ValueError):
-        shape = None
-    if shape != ():
+        jax.eval_shape(jax.random.bits, key)
+    except (OverflowError, TypeError, ValueError):
         raise TypeError(
             f"Expected one PRNG key, such as jax.random.key(0), got {key!r}."
-        )
+        ) from None
 
 
 @jax.tree_util.register_dataclass
@@ -246,10 +243,10 @@ class StateWithStoredDtypes:
     )
 
 
-def stored_dtypes(params: optax.Params | None) -> dict[str, np.dtype] | None:
-    """Return the dtypes of parameters, or None if none of them is a half dtype."""
+def stored_dtypes(params: optax.Params | None) -> dict[str, np.dtype]:
+    """Return the dtypes of parameters; nothing if none of them is a half dtype."""
     stored = _dtypes_of(params)
-    return stored if any(map(dtypes.is_half, stored.values())) else None
+    return stored if any(map(dtypes.is_half, stored.values())) else {}
 
 
 def check_update(
@@ -292,12 +289,12 @@ def next_state(state: Any, inner_state: Any, stored: Any) -> Any:
     return type(state)(inner_state, stored)
 
 
-def map_with_none(fun: Any, tree: Any, *rest: Any) -> Any:
+def map_with_none(fun: Callable[..., object], tree: Any, *rest: Any) -> Any:
     """Map over the key paths and leaves of trees, with None as a leaf of the first."""
     return jax.tree.map_with_path(fun, tree, *rest, is_leaf=lambda x: x is None)
 
 
-def _dtypes_of(params: Any) -> dict[str, np.dtype]:
+def _dtypes_of(params: optax.Params | None) -> dict[str, np.dtype]:
     """Return the dtype of each floating parameter by its `jax.tree_util.keystr`."""
     return {
         jax.tree_util.keystr(path): jnp.dtype(x.dtype)

@@ -27,11 +27,12 @@ References:
   (https://arxiv.org/abs/2110.02861), blocks.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 BLOCK = 256
 
@@ -186,12 +187,14 @@ def _of_scale(scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return bits, scale < 0, (bits & _WIDE) != 0
 
 
-def _by_kind(signed: jax.Array, wide: jax.Array, values: Any) -> jax.Array:
+def _by_kind(
+    signed: jax.Array, wide: jax.Array, values: Sequence[ArrayLike]
+) -> jax.Array:
     """Return the constant of signed, of wide, or of narrow blocks."""
     return jnp.where(signed, values[0], jnp.where(wide, *values[1:]))
 
 
-def _power(x: Any, wide: Any) -> Any:
+def _power(x: jax.Array, wide: jax.Array) -> jax.Array:
     square = x * x
     fourth = square * square
     eighth = fourth * fourth

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import KeyPath
 
 from jmp_lite._src import arguments, compat, dtypes, trees
 from jmp_lite._src.optimizers import base, remainder, rounding
@@ -36,7 +37,7 @@ class MasterRemaindersState(NamedTuple):
     """
 
     inner_state: optax.OptState
-    remainders: Any
+    remainders: optax.Params
 
 
 def master_weights(
@@ -140,45 +141,45 @@ def master_weights(
         def master(path, stored, p):
             dtype = half_dtype(path)
             if in_remainders and trees.is_castable(p):
-                return _joined(path, p, stored, p.dtype if dtype is None else dtype)
-            return stored if dtype is None else _master_of(p, stored, dtype)
+                _check_stored(path, stored, p.dtype if dtype is None else dtype)
+            if dtype is None:  # a parameter stored in float32 is its own master
+                return p
+            if in_remainders:  # the parameter may be cast to float32
+                return _join(p.astype(jnp.bfloat16), stored)
+            return _master_of(p, stored, dtype)
 
-        def step(path, m, p, u):
-            if u is None or not trees.is_castable(m):
-                return m
-            new = p + jnp.asarray(u, m.dtype)
-            if not in_remainders or half_dtype(path) is None:
-                return new
+        def step(path, stored, p, m, u):
+            if u is None or stored is None or not trees.is_castable(m):
+                return _Stepped(u, stored)
+            m, dtype = m + jnp.asarray(u, m.dtype), half_dtype(path)
+            if dtype is None:
+                return _Stepped(u, m)
+            if not in_remainders:
+                return _Stepped(_update_to_weight(p, m, dtype), m)
             # A parameter and its remainder must come from the same bits.
-            return compat.computed_once(new)
-
-        def update(path, m, p, u):
-            dtype = half_dtype(path)
-            if dtype is None or u is None:
-                return u
-            return _update_to_weight(p, m, None if in_remainders else dtype)
-
-        def store(path, stored, m, p, u):
-            if not in_remainders or half_dtype(path) is None:
-                return m
-            return stored if u is None else _remainder_after(p, m, u)
+            m = compat.computed_once(m)
+            u = _update_to_weight(p, m)
+            return _Stepped(u, _remainder_after(p, m, u))
 
         _, stored = state
         base.check_params(params, stored)
         masters = base.map_with_none(master, stored, params)
-        # A parameter stored in float32 is its own master.
-        full_params = base.map_with_none(
-            lambda path, m, p: p if half_dtype(path) is None else m, masters, params
-        )
         grads = trees.cast_at_least_float32(updates)
-        steps, inner_state = inner.update(grads, old, full_params, **extra)
+        steps, inner_state = inner.update(grads, old, masters, **extra)
         inner_state = base.with_dtypes_of(inner_state, old)
-        masters = base.map_with_none(step, masters, full_params, steps)
-        new_updates = base.map_with_none(update, masters, params, steps)
-        stored = base.map_with_none(store, stored, masters, params, new_updates)
+        stepped = base.map_with_none(step, stored, params, masters, steps)
+        new_updates = trees.map_nodes(lambda x: x.update, stepped, _Stepped)
+        stored = trees.map_nodes(lambda x: x.stored, stepped, _Stepped)
         return new_updates, base.next_state(state, inner_state, stored)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class _Stepped(NamedTuple):
+    """The update of a parameter, and what is stored of its new master."""
+
+    update: jax.Array | None
+    stored: jax.Array | None
 
 
 @functools.partial(jax.jit, static_argnames="dtype")  # traced once for each shape
@@ -190,16 +191,16 @@ def _master_of(p: jax.Array, m: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="dtype")  # traced once for each shape
-def _update_to_weight(p: jax.Array, m: jax.Array, dtype: Any = None) -> jax.Array:
+def _update_to_weight(
+    p: jax.Array, m: jax.Array, dtype: np.dtype | None = None
+) -> jax.Array:
     """Return the update from `p` to `m` rounded to `dtype`, or as `split` does, f32."""
     weight = remainder.split(m)[0] if dtype is None else dtypes.round_to(m, dtype)
     return rounding.update_between(p.astype(m.dtype), weight.astype(m.dtype))
 
 
-def with_remainders(states: Any, stored: dict[str, np.dtype] | None) -> Any:
+def with_remainders(states: Any, stored: dict[str, np.dtype]) -> Any:
     """Replace masters of bf16 parameters in states from `init` by remainders of 0."""
-    if stored is None:
-        return states
 
     def remainder_of(path, m):
         dtype = stored.get(jax.tree_util.keystr(path))
@@ -219,16 +220,14 @@ def with_remainders(states: Any, stored: dict[str, np.dtype] | None) -> Any:
     return trees.map_nodes(replace, states, MasterRemaindersState)
 
 
-def _joined(path: Any, p: Any, stored: jax.Array, dtype: Any) -> jax.Array:
-    """Return the master of a parameter that is stored as a remainder, or itself."""
+def _check_stored(path: KeyPath, stored: jax.Array, dtype: np.dtype) -> None:
+    """Raise unless a remainder is stored for a bf16 parameter, and for no other."""
     is_remainder = stored.dtype == jnp.uint16
     if dtype == jnp.float16 or is_remainder != (dtype == jnp.bfloat16):
         raise ValueError(
             f"In master_weights, the parameter {trees.key_path(path)!r} is "
             f"{dtype}, and was another dtype in `init`. Call `init` again."
         )
-    # The parameter may be cast to float32.
-    return _join(p.astype(jnp.bfloat16), stored) if is_remainder else stored
 
 
 _join = jax.jit(remainder.join)  # traced once for each shape

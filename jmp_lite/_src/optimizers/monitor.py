@@ -102,7 +102,7 @@ def check_skipped_steps(
     opt_state: Any,
     *,
     max_consecutive_skips: int = 50,
-    find_cause: Callable[[], Any] | None = None,
+    find_cause: Callable[[], object] | None = None,
 ) -> None:
     """Raise if too many consecutive steps were skipped.
 

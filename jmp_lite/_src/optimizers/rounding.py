@@ -5,9 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 
-def round_stochastically(x: jax.Array, dtype: Any, noise: jax.Array) -> jax.Array:
+def round_stochastically(x: jax.Array, dtype: DTypeLike, noise: jax.Array) -> jax.Array:
     """Round to one of the two nearest half-precision numbers, with mean `x`.
 
     Noise, u32 in the shape of `x` and uniform over all 32-bit integers, is added to the

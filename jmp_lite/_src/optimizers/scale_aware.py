@@ -9,7 +9,7 @@ import difflib
 import itertools
 import math
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -40,15 +40,15 @@ _UNSCALED_TWICE = (
 )
 
 
-class OfBatch(NamedTuple):
-    """What stands for a loss scale during an update that knows of the batch.
+class OtherResultsFinite(NamedTuple):
+    """What stands for a loss scale while an update is told of other results.
 
     Transformations around `scale_aware` pass its state through, while all of them are
     given a `value`.
     """
 
-    loss_scale: Any  # a LossScale
-    is_good: jax.Array  # bool [], whether other results than gradients are finite
+    loss_scale: LossScale
+    is_finite: jax.Array  # bool [], whether other results than gradients are finite
 
 
 class ScaleAwareState(NamedTuple):
@@ -221,7 +221,7 @@ def scale_aware(
         base.check_gradients(updates, params)
         warn_if_updates_are_lost(params, state.inner_state)  # a step may cast them
         loss_scale, value_finite = state.loss_scale, jnp.array(True)
-        if isinstance(loss_scale, OfBatch):
+        if isinstance(loss_scale, OtherResultsFinite):
             loss_scale, value_finite = loss_scale
         # Checked after unscaling, because dividing by a scale below 1 can overflow.
         # XLA fuses the multiplication into both uses, so no copy is kept.
@@ -263,7 +263,7 @@ def scale_aware(
 
         adjusted = loss_scale.adjust(finite)
         next_scale = trees.select_tree(value_finite, adjusted, loss_scale)
-        if isinstance(state.loss_scale, OfBatch):
+        if isinstance(state.loss_scale, OtherResultsFinite):
             next_scale = state.loss_scale._replace(loss_scale=next_scale)
         ended = state.counters * np.array([1, 0, 1, 0], np.int32)  # consecutive ones
         of_losses = np.array([False, False, True, True])
@@ -293,20 +293,18 @@ def update_in_float32(
     States that need the dtypes in which the parameters are stored are told. The state
     keeps its dtypes, and for this reason its structure: raise if it is another.
     """
-    stored, params = base.stored_dtypes(params), trees.cast_at_least_float32(params)
-    if stored is None:
-        updates, new = inner.update(grads, state, params, **extra)
-    else:
-        by_path = tuple(stored.items())
+    told, stored = state, tuple(base.stored_dtypes(params).items())
+    if stored:
         told = trees.map_nodes(
             lambda x: x._replace(
-                inner_state=base.StateWithStoredDtypes(x.inner_state, by_path)
+                inner_state=base.StateWithStoredDtypes(x.inner_state, stored)
             ),
             state,
             _NEED_DTYPES,
         )
-        updates, new = inner.update(grads, told, params, **extra)
-        new = trees.map_nodes(lambda x: x.inner_state, new, base.StateWithStoredDtypes)
+    params = trees.cast_at_least_float32(params)
+    updates, new = inner.update(grads, told, params, **extra)
+    new = trees.map_nodes(lambda x: x.inner_state, new, base.StateWithStoredDtypes)
     advice = (
         f"{reason}, so both states must have the same structure. Put a transformation "
         f"that changes it (such as optax.monitor) outside of {owner}: "
@@ -357,7 +355,7 @@ def warn_if_updates_are_lost(params: optax.Params | None, opt_state: Any) -> Non
     of the parameters only, and some of them are float32: the others may be frozen.
     """
     stored = base.stored_dtypes(params)
-    if stored is None:
+    if not stored:
         return
     # Masters have no leaves where labels or masks leave out every parameter.
     if any(jax.tree.leaves(x[1]) for _, x in trees.find(opt_state, _NEED_DTYPES)):
@@ -385,7 +383,7 @@ def warn_if_updates_are_lost(params: optax.Params | None, opt_state: Any) -> Non
     )
 
 
-def _is_followed(state: Any) -> bool:
+def _is_followed(state: optax.OptState) -> bool:
     """Return whether a chain goes on after what needs the dtypes of parameters."""
     if isinstance(state, _NEED_DTYPES):
         return False
@@ -398,13 +396,15 @@ def _is_followed(state: Any) -> bool:
     return any(map(_is_followed, itertools.compress(parts, needs)))
 
 
-def _is_least(loss_scale: Any) -> jax.Array:
+def _is_least(loss_scale: LossScale) -> jax.Array:
     """Return whether a loss scale is not lowered any more: bool `[]`."""
     least = getattr(loss_scale, "min_loss_scale", math.inf)  # others never are
     return jnp.asarray(loss_scale.loss_scale) <= least
 
 
-def _all_devices(flags: Sequence[jax.Array], axis_name: Any) -> Any:
+def _all_devices(
+    flags: Sequence[jax.Array], axis_name: Hashable | tuple[Hashable, ...]
+) -> list[jax.Array]:
     """Return whether each flag is true on all devices of the mapped axes."""
     # shard_map tracks the axes over which a value varies, and psum requires all or none
     # of its axes among them. Adding 0 * index makes it all; XLA removes the addition,
@@ -435,7 +435,7 @@ def _where(finite: jax.Array, tree: Any, other: complex) -> Any:
     return jax.tree.map(where, tree)
 
 
-def _check_names(extra: dict[str, Any]) -> None:
+def _check_names(extra: Mapping[str, object]) -> None:
     """Raise if an extra argument of `update` is misspelled `value`.
 
     Others are for the inner optimisers, such as `value_fn`, one of optax' own.

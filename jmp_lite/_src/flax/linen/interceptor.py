@@ -7,14 +7,15 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from flax.core import FrozenDict
 from flax.linen.dtypes import promote_dtype
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmp_lite._src import dtypes, fp8, trees
 from jmp_lite._src.flax import attention, module_policies
 from jmp_lite._src.flax.module_policies import ModulePolicies, ModulePolicy
+from jmp_lite._src.jaxprs.core import ClosedJaxpr
 
 
 class PolicyInterceptor:
@@ -31,8 +32,8 @@ class PolicyInterceptor:
         self.modules: dict[str, type] = {}
         self.resolved: dict[str, ModulePolicy] = {}
         self._run_flag = uuid.uuid4().hex if always_trace else hash(policies)
-        self._flag: Any = None  # that of the run in progress
-        self._own_dtypes: dict[str, Any] = {}
+        self._flag: str | int = ""  # that of the run in progress
+        self._own_dtypes: dict[str, DTypeLike | None] = {}
         self._outputs: dict[str, tuple[str, ...]] = {}
         # Modules whose parameters `cast` has cast.
         self._cast_owners: set[str] = set()
@@ -65,7 +66,7 @@ class PolicyInterceptor:
         # Nothing is cast yet: half-precision parameters or inputs may meet float32.
         promotion = jax.numpy_dtype_promotion("standard")
         with nn.intercept_methods(record), promotion, self.policies.in_float32():
-            jax.eval_shape(lambda *args: drop_output(fun(*args)), *args)
+            trace(fun, *args)
         self.resolved = self.policies.resolve(self.modules, self._own_dtypes)
 
     def cast(self, variables: Any, role: str = "compute_dtype") -> Any:
@@ -128,22 +129,9 @@ class PolicyInterceptor:
         )
 
     @property
-    def in_half(self) -> bool:
-        """Whether a layer of flax multiplies matrices in half."""
-        return any(
-            _is_flax_layer(cls)
-            and not issubclass(cls, (*_NORMS, nn.Embed))
-            and dtypes.is_half(jnp.dtype(self.resolved[path].compute_dtype))
-            for path, cls in self.modules.items()
-        )
-
-    @property
     def in_fp8(self) -> list[str]:
         """Paths of the layers with a matrix product in fp8."""
         return [path for path in self._large if self.resolved[path].is_fp8]
-
-    def trace(self, fun: Callable[..., Any], cast: Any) -> Any:
-        return jax.make_jaxpr(lambda variables: drop_output(self(fun, variables)))(cast)
 
     def _dot_general_of(self, path: str) -> Callable[..., jax.Array]:
         """Return a `lax.dot_general` that notes whether a product can be in fp8."""
@@ -229,8 +217,13 @@ _NORMS = (
 _ATTENTION = nn.MultiHeadDotProductAttention
 
 
-def drop_output(out: Any) -> None:
-    """Return None, for `jax.eval_shape`: a model need not return arrays."""
+def trace(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+    """Return the jaxpr of a function without its results, which may be no arrays."""
+
+    def without_results(*args):
+        fun(*args)
+
+    return jax.make_jaxpr(without_results)(*args)
 
 
 def _is_flax_layer(cls: type) -> bool:

@@ -22,7 +22,7 @@ import jax
 from jmp_lite._src import trees
 from jmp_lite._src.autocast.transform import sums_in_float32
 from jmp_lite._src.flax import module_policies, products
-from jmp_lite._src.flax.linen.interceptor import PolicyInterceptor, drop_output
+from jmp_lite._src.flax.linen.interceptor import PolicyInterceptor, trace
 from jmp_lite._src.flax.module_policies import Explanation, ModulePolicies
 from jmp_lite._src.policy import Policy, PolicyMap
 
@@ -132,18 +132,12 @@ class PolicyModule:
         run = PolicyInterceptor(self.policies)
         kwargs["method"] = run.flagged(kwargs.get("method"))
         run.collect(lambda: self.module.apply(variables, *args, **kwargs))
-        cast = run.cast(variables)
 
         def of_variables(variables):
-            return self.module.apply(variables, *args, **kwargs)
+            return run(self.module.apply, run.cast(variables), *args, **kwargs)
 
-        products.warn(
-            type(self.module).__name__,
-            run.resolved,
-            lambda: run.trace(of_variables, cast),
-            in_half=run.in_half,
-            in_fp8=bool(run.in_fp8),
-        )
+        name = type(self.module).__name__
+        products.warn(name, run.resolved, lambda: trace(of_variables, variables))
 
         def call(variables, args, kwargs):
             cast = run.cast(variables)
@@ -168,10 +162,7 @@ class PolicyModule:
         run = PolicyInterceptor(self.policies, always_trace=True)
         kwargs["method"] = run.flagged(kwargs.get("method"))
         run.collect(lambda v: self.module.apply(v, *args, **kwargs), variables)
-        cast = jax.eval_shape(run.cast, variables)
-        jax.eval_shape(
-            lambda v: drop_output(run(self.module.apply, v, *args, **kwargs)), cast
-        )
+        trace(lambda v: run(self.module.apply, run.cast(v), *args, **kwargs), variables)
         return run.explain(variables)
 
     def _init(self, init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

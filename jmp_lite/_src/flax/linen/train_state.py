@@ -1,6 +1,7 @@
 """A train state for linen that a skipped step leaves bitwise unchanged."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -9,6 +10,7 @@ import optax
 from flax import struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
+from jax.typing import ArrayLike
 
 from jmp_lite._src import arguments, trees
 from jmp_lite._src.flax import train_step
@@ -66,7 +68,7 @@ class TrainState(train_state.TrainState):
     def create(
         cls,
         *,
-        apply_fn: Any,
+        apply_fn: Callable[..., Any] | None,
         params: optax.Params,
         tx: optax.GradientTransformation,
         **kwargs: Any,
@@ -109,7 +111,9 @@ class TrainState(train_state.TrainState):
         # A step may donate the state, and a buffer can be donated only once.
         return trees.copy_shared_buffers(state.replace(step=jnp.zeros([], jnp.int32)))
 
-    def apply_gradients(self, *, grads: Any, value: Any = None, **kwargs: Any) -> Self:
+    def apply_gradients(
+        self, *, grads: Any, value: ArrayLike | None = None, **kwargs: Any
+    ) -> Self:
         """Return the state after a step; the old one if the step is not finite.
 
         Args:

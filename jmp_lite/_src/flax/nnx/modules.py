@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmp_lite._src import dtypes, fp8, trees
 from jmp_lite._src.autocast.transform import NEEDS_VALUES, sums_in_float32
@@ -124,52 +124,50 @@ class PolicyModule(nnx.Module):
         owners = params_by_module(nnx.state(self.model, nnx.Param), modules)
         cast_owners = {path for path in owners if not _has_dtype(modules[path])}
         # A copy is called, with parameters and inputs cast; then its changes of state
-        # are copied back.
-        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-        # Arguments such as random streams change too, and may be shared with the model.
-        nodes = [x for x in leaves if _is_node(x)]
-        inputs = [None if _is_node(x) else x for x in leaves]  # no leaf itself is None
-        graphdef, params, other_state = nnx.split((self.model, nodes), nnx.Param, ...)
+        # are copied back. Arguments such as random streams change too, and may be
+        # shared with the model.
+        graphdef, params, other_state = nnx.split(
+            (self.model, args, kwargs), nnx.Param, ...
+        )
 
-        def call(params, other_state, inputs):
-            if "" in cast_owners:
-                inputs = resolved[""].policy.cast_to_compute(inputs)
+        def call(params, other_state):
             of_model = params.get(0, nnx.State({}))
             of_model = cast_params(of_model, resolved, "compute_dtype", cast_owners)
-            params_of_both = nnx.State({**params, 0: of_model})
-            both = nnx.merge(graphdef, params_of_both, other_state)
-            copy, given = both[0], iter(both[1])
-            args, kwargs = tree.unflatten(
-                next(given) if x is None else x for x in inputs
-            )
-            old = {path: _arrays(leaf) for path, leaf in _flat_state(both).items()}
+            params_of_all = nnx.State({**params, 0: of_model})
+            copy, args, kwargs = nnx.merge(graphdef, params_of_all, other_state)
+            nodes = copy, _nodes((args, kwargs))
+            old = {path: _arrays(leaf) for path, leaf in _flat_state(nodes).items()}
+            if "" in cast_owners:
+                args, kwargs = _cast_inputs((args, kwargs), resolved[""].policy)
             out = copy(*args, **kwargs)
             # Return only what changed: under a transformation, a variable from outside
             # can be read but not set.
             changed = {
                 path: leaf
-                for path, leaf in _flat_state(both).items()
+                for path, leaf in _flat_state(nodes).items()
                 if path not in old or not _is_same(_arrays(leaf), old[path])
             }
             for path, param in nnx.to_flat_state(params):
-                if path in changed:
+                if path[0] == 0 and path in changed:
                     changed[path] = trees.cast_like(changed[path], param)
-            return out, nnx.from_flat_state(changed), _Settings.of(copy)
+            return out, nnx.from_flat_state(changed), _settings(copy)
 
         def traced():
             try:
-                return trace(call, (params, other_state, inputs)).closed
+                return trace(call, (params, other_state)).closed
             except NEEDS_VALUES:  # outside of jit, a model may need those of arrays
                 return None
 
         call.__name__ = name = type(self.model).__name__  # for error messages
-        in_half = any(map(_multiplies_in_half, modules.values()))
-        products.warn(name, resolved, traced, in_half=in_half, in_fp8=False)
+        products.warn(name, resolved, traced)
         out, changed, settings = sums_in_float32(call, self.policies.reduce_dtype)(
-            params, other_state, inputs
+            params, other_state
         )
-        nnx.update((self.model, nodes), changed)
-        settings.apply(self.model)
+        nnx.update((self.model, _nodes((args, kwargs))), changed)
+        for path, values in settings.items():
+            for setting, value in values.items():
+                if vars(modules[path]).get(setting) != value:
+                    setattr(modules[path], setting, value)
         return resolved[""].policy.cast_to_output(out)
 
     def explain(self) -> Explanation:
@@ -192,38 +190,35 @@ class PolicyModule(nnx.Module):
         return module_policies.explain(classes, resolved, params, outputs, in_fp8)
 
 
-def _is_node(x: Any) -> bool:
+def _is_node(x: object) -> bool:
     """Return whether an argument is a module, a random stream or a variable of nnx."""
     return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def _nodes(inputs: Any) -> list[nnx.Pytree | nnx.Variable]:
+    return list(filter(_is_node, jax.tree.leaves(inputs, is_leaf=_is_node)))
+
+
+def _cast_inputs(inputs: Any, policy: Policy) -> Any:
+    """Return inputs in the compute dtype; what is of nnx is left alone."""
+    return jax.tree.map(
+        lambda x: x if _is_node(x) else policy.cast_to_compute(x),
+        inputs,
+        is_leaf=_is_node,
+    )
 
 
 def _flat_state(nodes: Any) -> dict[Any, Any]:
     return dict(nnx.to_flat_state(nnx.state(nodes)))
 
 
-@jax.tree_util.register_static  # a traced function may return it
-@dataclasses.dataclass(frozen=True)
-class _Settings:
-    """The attributes of modules that are plain Python values, which a call may set."""
-
-    values: tuple[tuple[str, str, Any], ...]  # path, name, value
-
-    @classmethod
-    def of(cls, model: nnx.Module) -> "_Settings":
-        plain = bool, int, float, str, type(None)
-        found = [
-            (path, name, value)
-            for path, module in _modules(model).items()
-            for name, value in vars(module).items()
-            if isinstance(value, plain)
-        ]
-        return cls(tuple(found))
-
-    def apply(self, model: nnx.Module) -> None:
-        modules = _modules(model)
-        for path, name, value in self.values:
-            if vars(modules[path]).get(name) != value:
-                setattr(modules[path], name, value)
+def _settings(model: nnx.Module) -> dict[str, dict[str, Any]]:
+    """Return the attributes of modules that are plain values, which a call may set."""
+    plain = bool, int, float, str, type(None)
+    return {
+        path: {name: x for name, x in vars(module).items() if isinstance(x, plain)}
+        for path, module in _modules(model).items()
+    }
 
 
 def _modules(model: nnx.Module) -> dict[str, Any]:
@@ -231,7 +226,7 @@ def _modules(model: nnx.Module) -> dict[str, Any]:
     return {"/".join(map(str, path)): m for path, m in nnx.iter_modules(model)}
 
 
-def _classes(modules: Mapping[str, Any]) -> dict[str, type]:
+def _classes(modules: Mapping[str, nnx.Module]) -> dict[str, type]:
     return {path: type(module) for path, module in modules.items()}
 
 
@@ -253,7 +248,7 @@ _NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.Instance
 _WEIGHT_NORMS = (nnx.WeightNorm, nnx.SpectralNorm)
 
 
-def _own_dtype(module: nnx.Module) -> Any:
+def _own_dtype(module: nnx.Module) -> DTypeLike | None:
     dtype = module_policies.own_dtype(module)
     if isinstance(module, nnx.Embed) and dtype == module.embedding.dtype:
         return None  # flax sets it to the dtype of the table if the author set none
@@ -263,13 +258,6 @@ def _own_dtype(module: nnx.Module) -> Any:
 def _has_dtype(module: nnx.Module) -> bool:
     """Return whether a module casts by itself, to its attribute `dtype`."""
     return "dtype" in vars(module)
-
-
-def _multiplies_in_half(module: nnx.Module) -> bool:
-    """Return whether this is a layer that multiplies matrices in half."""
-    is_product = not isinstance(module, (*_NORMS, *_WEIGHT_NORMS, nnx.Embed))
-    dtype = module_policies.own_dtype(module)
-    return is_product and dtype is not None and dtypes.is_half(jnp.dtype(dtype))
 
 
 def _without_policy(model: PolicyModule) -> Any:
@@ -307,7 +295,7 @@ def _set_dtypes(module: Any, of: ModulePolicy) -> None:
         module.attention_fn = in_float32
 
 
-def _is_in_fp8(module: Any) -> bool:
+def _is_in_fp8(module: nnx.Module) -> bool:
     return getattr(module, "dot_general", None) is fp8.large_dot_general
 
 
@@ -331,7 +319,9 @@ def _takes_fp8(module: Any) -> bool:
     return is_free and not fp8.why_not_sizes(sizes)
 
 
-def _keep_kernel(arrays: tuple[Any, ...], /, *, dtype: Any) -> tuple[Any, ...]:
+def _keep_kernel(
+    arrays: tuple[Any, ...], /, *, dtype: DTypeLike | None
+) -> tuple[Any, ...]:
     """Cast all but the kernel, so that its gradient is the accumulator of a product."""
     inputs, kernel, bias = arrays
     inputs, bias = promote_dtype((inputs, bias), dtype=dtype)

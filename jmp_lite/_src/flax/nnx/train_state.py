@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.typing import ArrayLike
 
 from jmp_lite._src import arguments, trees
 from jmp_lite._src.flax import module_policies, train_step
@@ -68,7 +69,7 @@ class TrainState:
     opt_state: Any
     ema: Any
     graphdef: Any = dataclasses.field(metadata={"static": True})
-    tx: Any = dataclasses.field(metadata={"static": True})
+    tx: optax.GradientTransformation = dataclasses.field(metadata={"static": True})
     ema_decay: float | None = dataclasses.field(metadata={"static": True})
     update_on_skip: Any = dataclasses.field(metadata={"static": True})
 
@@ -125,14 +126,18 @@ class TrainState:
         # Copied: a call that changes variables must not change this state.
         return nnx.merge(self.graphdef, params, self.other_state, copy=True)
 
-    def other_state_of(self, model: nnx.Module) -> Any:
+    def other_state_of(self, model: nnx.Module) -> nnx.State:
         """Return all state of a model but its parameters, as `other_state` holds it."""
         if not isinstance(model, nnx.Module):
             raise module_policies.not_a_module("an nnx", model)
         return nnx.state(model, nnx.Not(nnx.Param))
 
     def apply_gradients(
-        self, *, grads: optax.Updates, value: Any = None, other_state: Any = None
+        self,
+        *,
+        grads: optax.Updates,
+        value: ArrayLike | None = None,
+        other_state: nnx.State | None = None,
     ) -> Self:
         """Return the state after a step; the old one if the step is not finite.
 
@@ -150,14 +155,13 @@ class TrainState:
         Warns:
           UserWarning: there are batch statistics, and no new state.
         """
-        was_given = other_state is not None
         if not isinstance(other_state, nnx.State | None):
             expected = "an nnx.State, as other_state_of(model) returns it"
             raise TypeError(arguments.wrong("other_state", expected, other_state))
-        other_state = other_state if was_given else self.other_state
+        given = self.other_state if other_state is None else other_state
         # State that a skipped step updates too does not decide if it is skipped.
         always = self.update_on_skip
-        on_skip, new_state = nnx.filter_state(other_state, always, ...)
+        on_skip, new_state = nnx.filter_state(given, always, ...)
         old_on_skip, old_state = nnx.filter_state(self.other_state, always, ...)
         params, opt_state, finite = train_step.update(
             self.tx,
@@ -170,11 +174,11 @@ class TrainState:
         )
         ema = train_step.update_ema(self.ema, params, self.ema_decay)
         new = train_step.next_fields(
-            self, finite, params=params, other_state=other_state, ema=ema
+            self, finite, params=params, other_state=given, ema=ema
         )
         on_skip = train_step.updated_on_skip(on_skip, old_on_skip)
         new["other_state"] = nnx.merge_state(new["other_state"], on_skip)
-        if not was_given:
+        if other_state is None:
             statistics = nnx.filter_state(self.other_state, nnx.BatchStat)
             train_step.warn_of_old_statistics(statistics, "other_state")
         return dataclasses.replace(self, opt_state=opt_state, **new)
