@@ -31,7 +31,6 @@ from train_states import (
 
 import jmp_lite
 from jmp_lite import DynamicLossScale, StaticLossScale, master_weights, scale_aware
-from jmp_lite._src import trees
 from jmp_lite.linen import TrainState
 
 # flax's norms, and optax's counts, promote. linen and nnx share what is tested here.
@@ -452,7 +451,10 @@ def test_beside_scale_aware_an_optimiser_is_given_the_loss_of_the_caller_alone(
 
     @jax.jit
     def step(state, factor):
-        other = trees.multiply(flax.other_state(state), factor)
+        other = jax.tree.map(
+            lambda x: x * factor if jnp.issubdtype(x.dtype, jnp.floating) else x,
+            flax.other_state(state),
+        )
         return state.apply_gradients(grads=state.params, value=value, **other)
 
     skipped = step(state, jnp.nan)

@@ -52,14 +52,16 @@ def _noise(x: Any, seed: int) -> jax.Array:
 
 @of_each_kind
 def test_scales_are_the_least_powers_of_two_that_reach_the_largest_number(kind):
-    reach = {"narrow": 200, "wide": 254, "signed": 255}[kind]
     highest = _decoded(kind)[-1]
     around = np.float32(highest).view(np.uint32) + np.arange(-200, 201)
     mantissas = np.unique([*(around & 0x7FFFFF), 0, 1, 0x7FFFFF])
     exponents = np.arange(60, 76) if kind == "narrow" else np.arange(1, 255)
     largest = ((exponents[:, None] << 23) | mantissas).astype(np.uint32).ravel()
-    found = blocks._scales(jnp.asarray(largest), jnp.full(largest.shape, reach, "u1"))
-    found = np.abs(np.asarray(found, np.float64)) / {"wide": 1.5}.get(kind, 1.0)
+    # Beside it in its block: itself, the smallest number, or a negative one.
+    others = {"narrow": largest, "wide": 1, "signed": largest | np.uint32(2**31)}
+    bits = np.stack(np.broadcast_arrays(largest, np.uint32(others[kind])), -1)
+    _, found = _encode(jnp.asarray(bits.view(np.float32)), _NEAREST)
+    found = np.abs(np.float64(found[:, 0])) / {"wide": 1.5}.get(kind, 1.0)
     wanted = 2.0 ** np.ceil(np.log2(largest.view(np.float32) / np.float64(highest)))
     np.testing.assert_array_equal(found, np.maximum(wanted, 2.0**-126))
 

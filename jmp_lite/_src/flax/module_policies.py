@@ -46,10 +46,8 @@ class ModulePolicy:
     @property
     def is_kept_from_half(self) -> bool:
         """Whether the author's `dtype` keeps the module out of half."""
-        by_policy = jnp.dtype(self.policy.compute_dtype)
-        return dtypes.is_half(by_policy) and not dtypes.is_half(
-            jnp.dtype(self.compute_dtype)
-        )
+        by_policy, own = jnp.dtype(self.policy.compute_dtype), self.compute_dtype
+        return dtypes.is_half(by_policy) and not dtypes.is_half(jnp.dtype(own))
 
     def why(self, path: str) -> str:
         """Return what decided the dtypes of the module, which has this path."""
@@ -81,21 +79,19 @@ class ModulePolicies:
     """
 
     policy: Any  # a policy, its string or a map; stored as a `PolicyMap`
-    classes: Any = ()  # a mapping or None; stored as a tuple of pairs, to be hashable
+    classes: Any = None  # a mapping or None; stored as pairs, which can be hashed
 
     def __post_init__(self):
         policy = self.policy
         if not isinstance(policy, PolicyMap):
             policy = PolicyMap(policy)
-        classes = self.classes
         of = "module classes to policies (paths go into a PolicyMap)"
-        if not isinstance(classes, tuple):
-            classes = tuple(arguments.mapping(classes, "classes", of).items())
-        if not all(_is_class(pair) for pair in classes):
+        classes = arguments.mapping(self.classes, "classes", of)
+        if not all(isinstance(cls, type) for cls in classes):
             raise TypeError(arguments.wrong("classes", f"a mapping of {of}", classes))
-        classes = tuple((cls, get_policy(policy)) for cls, policy in classes)
+        pairs = tuple((cls, get_policy(policy)) for cls, policy in classes.items())
         object.__setattr__(self, "policy", policy)
-        object.__setattr__(self, "classes", classes)
+        object.__setattr__(self, "classes", pairs)
         if others := [p for p in self._halves if p.reduce_dtype != self.reduce_dtype]:
             raise ValueError(
                 f"Expected one reduce dtype for the whole model, got the policies "
@@ -165,36 +161,26 @@ class ModulePolicies:
             outer = enclosing_module(path, resolved)
             default = ModulePolicy(self.policy.default)
             inherited = default if outer is None else resolved[outer]
-            named = self._rule_at(found, path, modules[path], outer)
+            is_outer = outer is not None and found[outer] == found[path]
+            named = self._rule_at(None if is_outer else found[path], modules[path])
             rule, policy = named or (inherited.rule, inherited.policy)
             is_start = rule != inherited.rule
             own = own_dtypes.get(path) if own_dtypes else None
             resolved[path] = ModulePolicy(policy, rule, bool(named), is_start, own)
         return {path: resolved[path] for path in modules}
 
-    def _rule_at(
-        self,
-        found: Mapping[str, int | None],
-        path: str,
-        module_class: type,
-        outer: str | None,
-    ) -> tuple[str, Policy] | None:
+    def _rule_at(self, index: int | None, module: type) -> tuple[str, Policy] | None:
         """Return the rule that names a module, and its policy; None if none does.
 
-        `found` has the index of the first rule that applies, per path.
+        `index` is that of the pattern that begins to apply at the path of the module.
         """
-        index = found[path]
-        if index is not None and (outer is None or found[outer] != index):
+        if index is not None:
             pattern, policy = self.policy.rules[index]
             return f"path {pattern!r}", policy
         for cls, policy in self.classes:
-            if issubclass(module_class, cls):
+            if issubclass(module, cls):
                 return f"class {cls.__name__}", policy
         return None
-
-
-def _is_class(pair: object) -> bool:
-    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], type)
 
 
 def not_a_module(kind: str, got: object) -> TypeError:

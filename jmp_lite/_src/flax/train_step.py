@@ -112,7 +112,7 @@ def update_ema(ema: Any, params: optax.Params, decay: float | None) -> Any:
 def check_start(
     tx: object, params: optax.Params, batch_stats: Any, decay: float | None
 ) -> None:
-    base.check_transformation(tx)
+    base.as_transformation(tx)
     if not hasattr(params, "__contains__"):  # flax asks whether they have fp8
         raise TypeError(arguments.wrong("params", "a tree of arrays", params))
     base.check_leaves(params, "parameters")

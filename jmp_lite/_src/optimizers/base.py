@@ -28,7 +28,13 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     The loss `value` is only passed to one that takes it by name or as `**kwargs`. If an
     update fails, the error says how gradients differ from what the state is for.
     """
-    check_transformation(inner)
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        remedy = ""
+        if isinstance(inner, list | tuple):
+            remedy = " Chain them: optax.chain(...)."
+        elif callable(inner):
+            remedy = f" Call it: {getattr(inner, '__name__', 'optimizer')}(...)."
+        raise TypeError(f"Expected an optax transformation, got {inner!r}.{remedy}")
     if isinstance(inner, optax.MultiSteps):
         # optax does not treat it as a transformation and drops its extra arguments.
         update = cast(Any, inner.update)  # its annotation only accepts MultiStepsState
@@ -99,18 +105,6 @@ def _other_shape(tree: Any, params: Any) -> str:
 def _is_ours(error: Exception) -> bool:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals["__name__"].startswith("jmp_lite.")
-
-
-def check_transformation(tx: object) -> None:
-    """Raise unless this has the methods of an optax transformation."""
-    if hasattr(tx, "init") and hasattr(tx, "update"):
-        return
-    remedy = ""
-    if isinstance(tx, list | tuple):
-        remedy = " Chain them: optax.chain(...)."
-    elif callable(tx):
-        remedy = f" Call it: {getattr(tx, '__name__', 'optimizer')}(...)."
-    raise TypeError(f"Expected an optax transformation, got {tx!r}.{remedy}")
 
 
 def _takes_value(update: Callable[..., object]) -> bool:

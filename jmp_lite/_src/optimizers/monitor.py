@@ -23,6 +23,7 @@ _POSSIBLE_CAUSES = (
     "of this batch; an overflow in the forward pass, at any scale (run that operation "
     "in float32, or the model in bfloat16); a learning rate at which it diverged."
 )
+_OF_STATE = ("last_finite", "skipped_steps", "consecutive_skips", "nonfinite_losses")
 
 
 class TooManySkippedStepsError(RuntimeError):
@@ -67,18 +68,14 @@ def loss_scale_metrics(
     """
     arguments.flag(host, "host")
     states = _find_states(opt_state)
-    metrics = {
-        # asarray unwraps the Variable in which nnx.Optimizer stores each array.
-        (f"{path}/{name}" if len(states) > 1 else name): jnp.asarray(value)
-        for path, state in states.items()
-        for name, value in {
-            "loss_scale": jnp.asarray(state.loss_scale.loss_scale, jnp.float32),
-            "last_finite": state.last_finite,
-            "skipped_steps": state.skipped_steps,
-            "consecutive_skips": state.consecutive_skips,
-            "nonfinite_losses": state.nonfinite_losses,
-        }.items()
-    }
+    metrics = {}
+    for path, state in states.items():
+        prefix = f"{path}/" if len(states) > 1 else ""
+        scale = jnp.asarray(state.loss_scale.loss_scale, jnp.float32)
+        metrics[f"{prefix}loss_scale"] = scale
+        for name in _OF_STATE:
+            # asarray unwraps the Variable in which nnx.Optimizer stores each array.
+            metrics[f"{prefix}{name}"] = jnp.asarray(getattr(state, name))
     if grads is not None:
         if len(states) > 1:
             raise ValueError(

@@ -39,9 +39,9 @@ class PolicyInterceptor:
         self._cast_owners: set[str] = set()
         # Layers whose parameters a WeightNorm or SpectralNorm around them replaces.
         self._normalised: set[str] = set()
-        # Layers that can multiply in fp8, and in order those with a product that can.
+        # Layers that can multiply in fp8, and those with a product that can.
         self._take_fp8: set[str] = set()
-        self._large: dict[str, None] = {}
+        self._large: set[str] = set()
         self._active: list[str] = []
 
     def collect(self, fun: Callable[..., Any], *args: Any) -> None:
@@ -124,14 +124,10 @@ class PolicyInterceptor:
     def explain(self, variables: Any) -> module_policies.Explanation:
         """Return the dtypes of each module in the last call."""
         params = variables.get("params", {})
+        in_fp8 = [path for path in self._large if self.resolved[path].is_fp8]
         return module_policies.explain(
-            self.modules, self.resolved, params, self._outputs, self.in_fp8
+            self.modules, self.resolved, params, self._outputs, in_fp8
         )
-
-    @property
-    def in_fp8(self) -> list[str]:
-        """Paths of the layers with a matrix product in fp8."""
-        return [path for path in self._large if self.resolved[path].is_fp8]
 
     def _dot_general_of(self, path: str) -> Callable[..., jax.Array]:
         """Return a `lax.dot_general` that notes whether a product can be in fp8."""
@@ -140,7 +136,7 @@ class PolicyInterceptor:
         def dot_general(lhs, rhs, dimension_numbers, precision=None, **options):
             avals = jax.typeof(lhs), jax.typeof(rhs)
             if not fp8.why_not(*avals, dimension_numbers, precision):
-                self._large[path] = None
+                self._large.add(path)
             return lax.dot_general(lhs, rhs, dimension_numbers, precision, **options)
 
         return dot_general
