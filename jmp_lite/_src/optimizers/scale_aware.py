@@ -304,7 +304,8 @@ def update_in_float32(
         )
     params = trees.cast_at_least_float32(params)
     updates, new = inner.update(grads, told, params, **extra)
-    new = trees.map_nodes(lambda x: x.inner_state, new, base.StateWithStoredDtypes)
+    if stored:  # else they are of an optimiser around this one
+        new = trees.map_nodes(lambda x: x.inner_state, new, base.StateWithStoredDtypes)
     advice = (
         f"{reason}, so both states must have the same structure. Put a transformation "
         f"that changes it (such as optax.monitor) outside of {owner}: "
