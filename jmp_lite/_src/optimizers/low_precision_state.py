@@ -346,18 +346,18 @@ class _Choice:
                 continue
             [(rest, values)] = jax.tree.leaves_with_path(x.values)
             _, param = _find_param((*path, *rest), values, shapes)
-            if param is None:
-                continue
-            expected = [self._dtype_at(param)]
-            if expected == ["8bit"] and values.shape[-1] < _SHORTEST_ROW:
-                expected.append("bfloat16")
+            expected = {self.dtype, *(d for _, d in self.rules)}
+            if param is not None:
+                expected = {self._dtype_at(param)}
+            if "8bit" in expected and values.shape[-1] < _SHORTEST_ROW:
+                expected.add("bfloat16")
             if x.dtype_name not in expected:
+                names = " or ".join(str(d or "float32") for d in expected)
                 raise ValueError(
                     "Expected the state of this low_precision_state(...), got one of "
                     f"other dtypes or rules: {trees.key_path(path)!r} is "
-                    f"{x.dtype_name}, expected {expected[0] or 'float32'}. Call init "
-                    "again, or jmp_lite.checkpoint.restore(..., cast=True) to convert "
-                    "it."
+                    f"{x.dtype_name}, expected {names}. Call init again, or "
+                    "jmp_lite.checkpoint.restore(..., cast=True) to convert it."
                 )
 
 
