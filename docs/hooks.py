@@ -14,10 +14,27 @@ from typing import Any
 
 _ROOT = Path(__file__).parent.parent
 
-# Pages of the site whose text is a file outside of docs/.
+# Pages of the site whose text is a file outside of docs/. Of that of the benchmarks,
+# which would be a page of 21,000 px, each has some sections; "" is what begins it.
+_CHANGELOG, _BENCHMARKS = "CHANGELOG.md", "benchmarks/README.md"
 _INCLUDED = {
-    "changelog.md": "CHANGELOG.md",
-    "benchmarks.md": "benchmarks/README.md",
+    "changelog.md": (_CHANGELOG, None),
+    "benchmarks.md": (_BENCHMARKS, ("", "train_step", "memory", "Run them yourself")),
+    "benchmarks/programs.md": (_BENCHMARKS, ("programs",)),
+    "benchmarks/losses.md": (
+        _BENCHMARKS,
+        (
+            "convergence",
+            "Runs of the examples",
+            "advised",
+            "fp8_accuracy",
+            "storage_accuracy",
+        ),
+    ),
+    "benchmarks/overhead.md": (
+        _BENCHMARKS,
+        ("step_overhead", "many_leaves", "autocast_trace"),
+    ),
 }
 _PICTURES = (".png", ".svg")
 _COPIED = "outside"  # where files from outside docs/ are on the site
@@ -47,7 +64,7 @@ def on_files(files: Any, *, config: Any, **kwargs: Any) -> Any:
     for page in files.documentation_pages():
         for path in _outside(page.src_uri.count("/")).findall(page.content_string):
             path = path.partition("#")[0]
-            if path in _INCLUDED.values():
+            if path in (_CHANGELOG, _BENCHMARKS):
                 continue
             if _copy_of(path) not in files.src_uris:
                 file = File.generated(
@@ -58,21 +75,53 @@ def on_files(files: Any, *, config: Any, **kwargs: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
-    """Return a page with its links out of docs/ to the copies; MkDocs calls it."""
+    """Return a page with its links out of docs/ to the copies; MkDocs calls it.
+
+    What is included stands below the title.
+    """
     del kwargs
-    if source := _INCLUDED.get(page.file.src_uri):
-        text = (_ROOT / source).read_text("utf-8").partition("\n")[2]
-        markdown += _LINK.sub(_on_site, text)
-    depth = page.file.src_uri.count("/")
-    pages = {source: name for name, source in _INCLUDED.items()}
+    up = "../" * page.file.src_uri.count("/")
+    if page.file.src_uri in _INCLUDED:
+        title, _, below = markdown.partition("\n")
+        text = _included(page.file.src_uri)
+        text = _LINK.sub(lambda match: _on_site(match, up), text)
+        markdown = f"{title}\n{text}{below}"
 
     def link(match: re.Match[str]) -> str:
         path, anchor, place = match[1].partition("#")
-        if path in pages:
-            return f"]({'../' * depth}{pages[path]}{anchor}{place})"
-        return f"]({'../' * depth}{_copy_of(path)})"
+        if path in (_CHANGELOG, _BENCHMARKS):
+            return f"]({up}{_page_of(path, place)}{anchor}{place})"
+        return f"]({up}{_copy_of(path)})"
 
-    return _outside(depth).sub(link, markdown)
+    return _outside(up.count("/")).sub(link, markdown)
+
+
+def _included(page: str) -> str:
+    """Return the text that a page has of a file outside of docs/."""
+    source, wanted = _INCLUDED[page]
+    text = (_ROOT / source).read_text("utf-8").partition("\n")[2]
+    if wanted is None:
+        return text
+    sections = dict(_sections(text))
+    return "".join(sections[name] for name in wanted)
+
+
+def _sections(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the sections of a text by their headings, first what is above them all."""
+    begin, *rest = re.split(r"^(?=## )", text, flags=re.M)
+    yield "", begin
+    for section in rest:
+        yield section.partition("\n")[0].removeprefix("## "), section
+
+
+def _page_of(source: str, place: str) -> str:
+    """Return the page of the site that has a heading of a file outside of docs/."""
+    pages = [page for page, (path, _) in _INCLUDED.items() if path == source]
+    for page in pages:
+        headings = re.findall(r"^##+ (.+)$", _included(page), re.M)
+        if place in (re.sub(r"[^\w-]+", "-", x.lower()) for x in headings):
+            return page
+    return pages[0]
 
 
 def on_page_content(html: str, **kwargs: Any) -> str:
@@ -82,14 +131,66 @@ def on_page_content(html: str, **kwargs: Any) -> str:
     return figure.sub(r'<a href="\1">\g<0></a>', html)
 
 
-def _on_site(match: re.Match[str]) -> str:
+def on_post_page(output: str, **kwargs: Any) -> str:
+    """Return a page whose tables fit: in names there are places to break a line.
+
+    A cell has the title of its column, for a phone. The search does not see them.
+    """
+    del kwargs
+    return re.sub(r"<table>.*?</table>", _fitting, output, flags=re.S)
+
+
+def _fitting(table: re.Match[str]) -> str:
+    text = re.sub(r"(<code>)([^<]*)", lambda code: code[1] + _breaks(code[2]), table[0])
+    titles = [
+        re.sub("<[^>]+>", "", title).replace('"', "&quot;")
+        for title in re.findall(r"<th\b[^>]*>(.*?)</th>", text, re.S)
+    ]
+    if len(titles) < 3:
+        return text
+
+    def with_titles(row: re.Match[str]) -> str:
+        shown = iter(titles)
+        return re.sub("<td", lambda _: f'<td data-title="{next(shown)}"', row[0])
+
+    return re.sub(r"<tr>.*?</tr>", with_titles, text, flags=re.S)
+
+
+def _breaks(code: str) -> str:
+    """Return code whose lines may break in names, and behind brackets and commas.
+
+    Examples:
+      >>> _breaks("tx.update(grads, opt_state)")
+      'tx.<wbr>update(<wbr>grads, opt_<wbr>state)'
+    """
+    return re.sub(r"(?<=[_(,=/])(?=[^\s)])|(?<=\.)(?=[A-Za-z_])", "<wbr>", code)
+
+
+_DARK = re.compile(
+    r"@media \(prefers-color-scheme: dark\)\s*\{(?:[^{}]*\{[^{}]*\})*\s*\}"
+)
+
+
+def on_post_build(*, config: Any, **kwargs: Any) -> None:
+    """Leave the dark colours of figures to the style sheet, which knows the page's.
+
+    A figure in itself knows those of the device alone, and would be inverted twice.
+    """
+    del kwargs
+    for path in Path(config["site_dir"]).glob("**/*.svg"):
+        path.write_text(_DARK.sub("", path.read_text("utf-8")), "utf-8")
+
+
+def _on_site(match: re.Match[str], up: str) -> str:
     """Return a link of an included file as one of the site, or its text alone."""
     text, link = match.groups()
-    if re.match("#|https?:", link):
+    if link.startswith("#"):
+        return f"{text}({up}{_page_of(_BENCHMARKS, link[1:])}{link})"
+    if re.match("https?:", link):
         return match[0]
     path = link.removeprefix("../docs/")
     is_there = (_ROOT / "docs" / path.partition("#")[0]).exists()
-    return f"{text}({path})" if is_there else text.strip("[]")
+    return f"{text}({up}{path})" if is_there else text.strip("[]")
 
 
 def _outside(depth: int) -> re.Pattern[str]:

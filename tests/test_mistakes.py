@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from flax import nnx
 import jmp_lite
 import jmp_lite.checkpoint
 import jmp_lite.linen
+import jmp_lite.memory
 import jmp_lite.nnx
 import jmp_lite.numerics
 from jmp_lite._src import compat
@@ -30,6 +32,7 @@ jmp: Any = jmp_lite
 num: Any = jmp_lite.numerics
 ckpt: Any = jmp_lite.checkpoint
 linen: Any = jmp_lite.linen
+memory: Any = jmp_lite.memory
 nnx_: Any = jmp_lite.nnx
 
 F16, KEY = jnp.float16, jax.random.key(0)
@@ -45,6 +48,7 @@ ROUNDING = jmp.stochastic_rounding(SGD, KEY)
 LOW = jmp.low_precision_state(ADAM, min_size=1)
 DENSE: Any = nn.Dense(3)
 LINEAR: Any = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+EQUINOX: Any = eqx.nn.MLP(2, 2, 4, 1, key=KEY)
 STATE = linen.TrainState.create(apply_fn=DENSE.apply, params=P, tx=TX)
 NORM = {"norm": {"mean": P["b"]}}
 SUMS = jmp.PolicyMap("p=f32,c=bf16,o=f32,r=f32", {"head": "mixed_bfloat16"})
@@ -121,6 +125,7 @@ def stacked_tracker() -> Any:
 
 
 Row = tuple[Any, ...]
+_CALL = "write of_step(step)(*args), not of_step(step, *args)."
 
 POLICIES: list[Row] = [
     (lambda: jmp.Policy("float32", "float16"), "missing 1", "'output_dtype'"),
@@ -136,7 +141,7 @@ POLICIES: list[Row] = [
     (lambda: jmp.get_policy("compute:float16"), "'compute:float16'", "compute=float16"),
     (lambda: jmp.get_policy("c=f16,c=bf16"), "Cannot read 'c=bf16'", "at most once"),
     (lambda: jmp.get_policy("computation=f16"), "'computation=f16'", "compute="),
-    (lambda: jmp.get_policy(None), "Expected a Policy or its string, got None"),
+    (lambda: jmp.get_policy(None), "its string, got None", "No casts: 'float32'."),
     (lambda: jmp.get_policy({"c": "f16"}), "Policy or its string, got {'c': 'f16'}"),
     (lambda: jmp.get_policy("c=f16,o="), "Unknown dtype ''", "one of half, bf16"),
     (lambda: jmp.get_policy("c=f16,m=int8"), "'fp8'), got 'int8'"),
@@ -247,7 +252,11 @@ OPTIMISERS: list[Row] = [
     (lambda: jmp.scale_aware(1e-3), "an optax transformation, got 0.001"),
     (lambda: jmp.scale_aware(nn.Dense(2)), "an optax transformation, got Dense("),
     (lambda: jmp.scale_aware([SGD]), "an optax transformation, got [", "optax.chain("),
-    (lambda: jmp.scale_aware(dynamic(), SGD), "transformation, got DynamicLossScale("),
+    (lambda: jmp.scale_aware(dynamic(), SGD), "got DynamicLossScale(", "scale_aware(o"),
+    (lambda: jmp.scale_aware(dynamic()), "write scale_aware(optimizer, DynamicLossSca"),
+    (lambda: TX.init(EQUINOX), "arrays as parameters", "filter(model, equinox.is_in"),
+    (lambda: MASTERS.init(EQUINOX), "at 'activation'", "tx.init(equinox.filter(model"),
+    (lambda: TX.update((1.0, P), S, P), "pass the second", "value_and_grad"),
     (lambda: jmp.scale_aware(SGD, jmp.DynamicLossScale), "Scale, got <class"),
     (lambda: jmp.scale_aware(SGD, S), "DynamicLossScale, got ScaleAwareState("),
     (lambda: jmp.scale_aware(SGD, axis="i"), "unexpected keyword argument 'axis'"),
@@ -320,6 +329,15 @@ AUTOCAST: list[Row] = [
     (lambda: fp8_product(X, out_sharding=1), "got 1", "sharding_constraint"),
 ]
 
+MEMORY: list[Row] = [
+    (lambda: memory.of_step(loss, P, X), "2 arguments before keywords, got 3", _CALL),
+    (lambda: memory.of_step(loss, X), "device to be one of", "got Array("),
+    (lambda: memory.of_step(loss, donate=0), "argument 'donate'", "donate_argnums"),
+    (lambda: memory.of_step(loss, "h10"), "one of ('h100',", "got 'h10'"),
+    (lambda: memory.of_step(loss, fits="24"), "a limit with its unit", "got '24'"),
+    (lambda: memory.saved(loss, MIXED, P, X), "got 4", "write saved(f, policy)(*args)"),
+]
+
 NUMERICS: list[Row] = [
     (lambda: num.lint(loss, MIXED, target="cuda"), "('gpu', 'tpu'), got 'cuda'"),
     (lambda: num.lint(loss, MIXED)(P), "missing 1", "'x'"),
@@ -352,6 +370,10 @@ MODULES: list[Row] = [
     (lambda: linen.with_policy(DENSE), "missing 1", "'policy'"),
     (lambda: linen.with_policy(DENSE, None), "a Policy or its string, got None"),
     (lambda: linen.with_policy(nn.Dense, MIXED), "a linen module", "Dense(...)"),
+    (lambda: linen.with_policy(loss, MIXED), "got <function", "jmp_lite.autocast(f, p"),
+    (lambda: linen.with_policy(EQUINOX, MIXED), "a linen module", "jmp_lite.autocast("),
+    (lambda: linen.with_policy(P, MIXED), "a linen module, got {'w'", "of the model,"),
+    (lambda: nnx_.with_policy(jax.jit(loss), MIXED), "nnx module", "autocast(f, pol"),
     (lambda: linen.with_policy(MIXED, DENSE), "got get_policy(", "(model, policy)"),
     (lambda: linen.with_policy(LINEAR, MIXED), "a linen", "jmp_lite.nnx.with_policy"),
     (lambda: linen.with_policy(DENSE, SUMS), "one reduce dtype", "jmp_lite.autocast"),
@@ -511,6 +533,7 @@ PARTS = {
     "gradients": GRADIENTS,
     "optimisers": OPTIMISERS,
     "autocast": AUTOCAST,
+    "memory": MEMORY,
     "numerics": NUMERICS,
     "modules": MODULES,
 }

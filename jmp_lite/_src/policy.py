@@ -206,6 +206,8 @@ def get_policy(policy: "str | Policy") -> Policy:
             got += f" To compute in it, write {jnp.dtype(dtype).name!r}."
         elif isinstance(policy, PolicyMap):
             got += " A PolicyMap is passed as it is, without get_policy."
+        elif policy is None:
+            got += f" {_KNOWN} No casts: 'float32'."
         else:
             others = compat.of_another_package(policy, Policy)
             got += others or f" {_KNOWN}"

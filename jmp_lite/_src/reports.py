@@ -11,6 +11,7 @@ import dataclasses
 import html
 import json
 import math
+import textwrap
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -21,6 +22,9 @@ from jmp_lite._src import arguments, extras
 
 LINES = 40
 """How many lines of text a report prints."""
+
+WIDTH = 120
+"""How many columns a line of it has at most; titles and names may have more."""
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -156,12 +160,17 @@ class Table:
         return table
 
     def to_text(self) -> str:
-        """Return it as at most 40 lines of plain text."""
+        """Return it as at most 40 lines of plain text, of at most 120 columns."""
+        caption = wrapped(self.caption)
         shown = self.rows[: LINES - 5]
         lines = text_lines(self.columns, shown, self.numbers) if shown else []
+        # What is wrapped takes more lines than rows.
+        while len(lines) > LINES - 2 - len(caption) and len(shown) > 1:
+            shown = shown[:-1]
+            lines = text_lines(self.columns, shown, self.numbers)
         if more := len(self.rows) - len(shown):
             lines.append(f"and {more} more rows: .table(every=True)")
-        return "\n".join(filter(None, [self.title, *lines, self.caption]))
+        return "\n".join(filter(None, [self.title, *lines, *caption]))
 
     def to_html(self) -> str:
         lines = [f"<p>{html.escape(self.title)}</p><table>"]
@@ -240,12 +249,39 @@ class Report:
         return _read(cls, fields)
 
 
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """Return the lines of a text, broken between words where it is too wide."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        lines += textwrap.wrap(
+            line,
+            WIDTH,
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return lines
+
+
 def text_lines(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str]
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numbers: Collection[str],
 ) -> list[str]:
-    """Return the lines of a table in plain text; arguments as `Table` has them."""
+    """Return the lines of a table in plain text; arguments as `Table` has them.
+
+    If they are too wide, cells of the widest column of text are wrapped.
+    """
     cells = [[" ".join(cell.split()) for cell in row] for row in (columns, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    excess = sum(widths) + 2 * (len(widths) - 1) - WIDTH
+    texts = [i for i, name in enumerate(columns) if name not in numbers]
+    if excess > 0 and texts:
+        widest = max(texts, key=widths.__getitem__)
+        most = max(widths[widest] - excess, _NARROWEST)
+        cells = [line for row in cells for line in _wrapped_row(row, widest, most)]
+        widths[widest] = most
     cells.insert(1, ["─" * width for width in widths])
     lines = []
     for row in cells:
@@ -254,6 +290,19 @@ def text_lines(
             for cell, width, name in zip(row, widths, columns, strict=True)
         ]
         lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+_NARROWEST = 24  # of a column that is wrapped
+
+
+def _wrapped_row(row: Sequence[str], column: int, most: int) -> list[list[str]]:
+    """Return the lines of a row, one cell of which is wrapped; names are cut."""
+    parts = textwrap.wrap(row[column], most, break_on_hyphens=False) or [""]
+    lines = [[""] * len(row) for _ in parts]
+    lines[0] = list(row)
+    for line, part in zip(lines, parts, strict=True):
+        line[column] = part
     return lines
 
 

@@ -208,6 +208,51 @@ def test_what_is_not_in_the_rules_is_named_and_random_bits_are_not() -> None:
     assert "1 × not in the rules: atan" in printed(report.table(), 300)
 
 
+def test_a_cast_of_the_program_is_no_gap_in_the_rules() -> None:
+    def fun(w, x):
+        return (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
+
+    report = explain(fun, "mixed_float16")(W, X)
+    assert report.kept == {"a cast of the program": 3}
+
+
+def long_named(w, x):
+    with jax.named_scope("a_name_of_a_layer_that_is_as_long_as_some_are_in_a_model"):
+        y = lax.sort(lax.atan2(jnp.exp(x @ w), lax.erf_inv(lax.asinh(x))))
+    return jnp.sum(jnp.tanh(y) @ w)
+
+
+def test_a_line_has_at_most_120_columns() -> None:
+    lines = str(explain(long_named, "mixed_float16")(W, X)).splitlines()
+    assert max(map(len, lines)) <= 120
+    table, caption = lines[1:-2], " ".join(lines[-2:])
+    assert any(len(line) > 100 for line in table)
+    assert (
+        "not in the rules: erf_inv" in caption and "not in the rules: sort" in caption
+    )
+
+
+def test_a_function_without_scopes_is_told_by_line() -> None:
+    def fun(w, x):
+        y = jnp.exp(x @ w)
+        return jnp.log(y @ w)
+
+    cells = [
+        str(x) for x in explain(fun, "mixed_float16")(W, X).table().columns[0].cells
+    ]
+    first = fun.__code__.co_firstlineno + 1
+    assert cells == [f"test_explain.py:{first}", f"test_explain.py:{first + 1}"]
+
+
+def test_what_one_row_says_is_not_said_again() -> None:
+    def fun(w, x):
+        return jnp.exp(x @ w)
+
+    report = explain(fun, "mixed_float16")(W, X)
+    assert str(report).count("unsafe in half") == 1
+    assert report.table(every=True).caption.plain == "1 × unsafe in half"
+
+
 def test_an_outer_product_does_not_count() -> None:
     def fun(w, x):
         angles = jnp.einsum("t,f->tf", jnp.arange(4.0), jnp.ones(8))

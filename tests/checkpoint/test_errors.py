@@ -81,6 +81,16 @@ def test_another_structure_names_the_paths(tmp_path: Path) -> None:
     )
 
 
+def test_only_the_side_that_has_more_is_told(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"w": jnp.ones(2), "n": None}, step=3)
+    text = refusal(checkpoint.restore, tmp_path, {"w": jnp.ones(2), "n": jnp.ones(2)})
+    assert "differ in structure: only `like` has n (float32[2]). Restore" in text
+    text = refusal(checkpoint.restore, tmp_path, {"n": None})
+    assert "differ in structure: only the checkpoint has w (float32[2]). Rest" in text
+    text = refusal(checkpoint.restore, tmp_path, jnp.ones(2))
+    assert "has w (float32[2]), only `like` has (float32[2]). Restore" in text
+
+
 def test_a_loss_scale_of_other_state_is_named(tmp_path: Path) -> None:
     params = {"w": jnp.ones(2)}
     states = {

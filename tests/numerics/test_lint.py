@@ -64,10 +64,13 @@ def test_a_finding_says_what_where_and_what_to_do() -> None:
     assert finding.what == "the exponentials of a softmax are float16"
     assert finding.why.startswith("Small probabilities are lost")
     assert "x.astype(jnp.float32)" in finding.fix
-    assert str(finding).startswith(
+    first, *rest = str(finding).splitlines()
+    assert first == (
         f"{finding.line}: warning: softmax-in-half: exp: the exponentials of a "
-        "softmax are float16 (*/attention) ×2. Small"
+        "softmax are float16 (*/attention) ×2."
     )
+    assert " ".join(map(str.strip, rest)) == f"{finding.why} {finding.fix}"
+    assert all(line.startswith("    ") and len(line) <= 120 for line in rest)
 
 
 def test_the_derivative_of_a_checkpoint_is_in_the_layer_it_is_of() -> None:
@@ -112,7 +115,8 @@ def test_the_share_of_float32_flops_is_by_line_and_in_total() -> None:
 def test_a_report_is_as_long_and_as_true_as_its_findings_and_a_table() -> None:
     report = lint(lambda x: attend(x) / 1e-9, "mixed_float16")(f16(12, 8))
     assert report
-    assert len(report) == len(str(report).splitlines()) == 3
+    lines = str(report).splitlines()
+    assert len(report) == len([x for x in lines if not x.startswith("    ")]) == 3
     assert LintReport.from_json(report.to_json()) == report
     assert json.loads(report.to_json())["findings"][0]["severity"] == "error"
     assert report.table().row_count == 3

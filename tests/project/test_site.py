@@ -100,6 +100,12 @@ HOOKS = runpy.run_path(str(DOCS / "hooks.py"))
         ("b/a.md", "../../results/a.png", "../outside/results/a.png"),
         ("a.md", "../benchmarks/README.md#fp8", "benchmarks.md#fp8"),
         ("b/a.md", "../../benchmarks/README.md", "../benchmarks.md"),
+        ("a.md", "../benchmarks/README.md#in-fp8", "benchmarks/programs.md#in-fp8"),
+        (
+            "b/a.md",
+            "../../benchmarks/README.md#runs-of-the-examples",
+            "../benchmarks/losses.md#runs-of-the-examples",
+        ),
         ("b/a.md", "../other.md", "../other.md"),
         ("a.md", "images/a.svg", "images/a.svg"),
     ],
@@ -123,13 +129,85 @@ def test_every_public_name_is_in_the_reference_with_an_example():
     assert list(HOOKS["reference_faults"]()) == []
 
 
-def test_the_benchmarks_are_a_page_of_the_site():
-    made = made_of("# A\n", "benchmarks.md")
-    assert "\n## programs\n" in made and "<!-- table: programs_h100 -->\n|" in made
-    links = re.findall(r"\]\(([^)#]+)", made)
-    assert {"memory.md", "images/benchmarks_compiled.svg"} <= set(links)
-    assert [link for link in links if not (DOCS / link).exists()] == []
-    assert "[tpu_vm.md]" not in made and "tpu_vm.md has the commands" in made
+BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text("utf-8").partition("\n")[2]
+
+
+def test_the_benchmarks_are_pages_of_the_site():
+    pages = ["benchmarks.md", *(str(x.relative_to(DOCS)) for x in DOCS.glob("b*/*.md"))]
+    shown = {page: made_of("# A\n\nNext: B\n", page) for page in sorted(pages)}
+    lengths = {page: text.count("\n") for page, text in shown.items()}
+    # Each section is on one page, and none of these is long.
+    assert sum(lengths.values()) == BENCHMARKS.count("\n") + 3 * len(pages)
+    assert max(lengths.values()) < 250
+    for page, text in shown.items():
+        folder = (DOCS / page).parent
+        links = [link for link in re.findall(r"\]\(([^)#]+)", text) if ":" not in link]
+        assert links and [x for x in links if not (folder / x).exists()] == []
+        assert text.startswith("# A\n") and text.endswith("\nNext: B\n")
+    assert "<!-- table: programs_h100 -->\n|" in shown["benchmarks/programs.md"]
+    assert "(../images/benchmarks_compiled.svg)" in shown["benchmarks/programs.md"]
+    assert "[overhead](benchmarks/overhead" in made_of(
+        "[overhead](../benchmarks/README.md#step_overhead)", "a.md"
+    )
+
+
+def test_the_benchmarks_begin_with_figures_and_end_with_how_to_run_them():
+    text = made_of("# A\n", "benchmarks.md")
+    first, *_, last = re.findall(r"^## (.+)$", text, re.M)
+    assert (first, last) == ("train_step", "Run them yourself")
+    assert "[train_step](benchmarks.md#train_step)" in text
+    assert "[programs](benchmarks/programs.md#programs)" in text
+    assert "(memory.md" in text and "[tpu_vm.md]" not in text
+    assert "--help" not in text.partition(last)[0]
+
+
+TABLE = """<table>
+<thead>
+<tr>
+<th></th>
+<th style="text-align: right;">time, "ms"</th>
+<th><code>tx.init</code></th>
+</tr>
+</thead>
+<tbody>
+<tr>
+<td><a href="x_y.md"><code>tx.update(grads, opt_state)</code></a></td>
+<td style="text-align: right;">1.5</td>
+<td><code>2.0**15</code></td>
+</tr>
+</tbody>
+</table>"""
+
+
+def test_names_in_tables_may_be_broken_and_cells_have_the_title_of_their_column():
+    made = HOOKS["on_post_page"](f"<p><code>a_b</code></p>{TABLE}")
+    assert made.startswith("<p><code>a_b</code></p><table>")
+    assert "<code>tx.<wbr>update(<wbr>grads, opt_<wbr>state)</code>" in made
+    assert '<td data-title=""><a href="x_y.md">' in made
+    assert (
+        '<td data-title="time, &quot;ms&quot;" style="text-align: right;">1.5' in made
+    )
+    assert '<td data-title="tx.init"><code>2.0**15</code></td>' in made
+    plain = re.sub(r"<wbr>| data-title=\"[^\"]*\"", "", made)
+    assert plain == f"<p><code>a_b</code></p>{TABLE}"
+
+
+def test_what_stands_in_a_table_of_two_columns_needs_no_titles():
+    two = "<table>\n<tr>\n<th>a</th>\n<th>b</th>\n</tr>\n<tr>\n<td>1</td>"
+    assert HOOKS["on_post_page"](f"{two}</tr></table>") == f"{two}</tr></table>"
+
+
+def test_published_figures_leave_dark_colours_to_the_page(tmp_path):
+    (tmp_path / "images").mkdir()
+    for path in DOCS.glob("images/*.svg"):
+        (tmp_path / "images" / path.name).write_bytes(path.read_bytes())
+    HOOKS["on_post_build"](config={"site_dir": str(tmp_path)})
+    for path in DOCS.glob("images/*.svg"):
+        drawn, published = path.read_text("utf-8"), tmp_path / "images" / path.name
+        text = published.read_text("utf-8")
+        assert "prefers-color-scheme" not in text and "</style>" in text
+        begin, _, end = drawn.partition("@media (prefers-color-scheme: dark)")
+        assert text.startswith(begin) and end.endswith(text[-1000:])
 
 
 ROWS = [

@@ -38,8 +38,15 @@ SCHEMES = {"light": "default", "dark": "slate"}
 ALLOWED = ("https://api.github.com/repos/",)
 PICTURED = (
     *(".", "ten_minutes", "why", "recipes/plain_functions", "reference/autocast"),
-    *("benchmarks", "convergence", "coming_from", "how/loss_scaling"),
+    *("benchmarks", "benchmarks/programs", "convergence", "coming_from"),
+    *("how/loss_scaling", "how/formats"),
 )
+TABLED = [
+    page
+    for page in PAGES
+    if "<table>" in (BUILT / page / "index.html").read_text("utf-8")
+]
+TALLEST = 9_000  # px of a page of benchmarks, in a window of 1280
 
 
 class Server(NamedTuple):
@@ -260,33 +267,87 @@ def test_what_a_reader_types_leads_to_the_page(
 
 
 def hidden_cells(browser: Any) -> list[str]:
-    """Return cells of tables of two columns that are seen only after scrolling."""
+    """Return cells of tables that are seen only after scrolling.
+
+    They are wider than the column of the page's text, or than their own table has room.
+    """
     return browser.execute_script(
         """
         const found = [];
-        for (const table of document.querySelectorAll("article table")) {
-          if (table.rows[0].cells.length != 2) continue;
-          for (const cell of table.querySelectorAll("td")) {
-            const box = cell.getBoundingClientRect();
-            if (box.right > innerWidth + 1 || cell.scrollWidth > cell.clientWidth + 1)
-              found.push(cell.textContent.trim().slice(0, 40));
-          }
+        const column = document.querySelector("article").getBoundingClientRect();
+        for (const cell of document.querySelectorAll("article :is(th, td)")) {
+          if (!cell.checkVisibility()) continue;
+          const box = cell.getBoundingClientRect();
+          const table = cell.closest("table").getBoundingClientRect();
+          if (Math.max(box.right, table.right) > column.right + 1
+              || cell.scrollWidth > cell.clientWidth + 1)
+            found.push(cell.textContent.trim().slice(0, 40) + ` to ${box.right}`);
         }
         return found.slice(0, 5);
         """
     )
 
 
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize("page", TABLED)
+def test_no_table_is_wider_than_its_column(
+    page: str, width: int, browser: Any, server: Server
+) -> None:
+    look(browser, width)
+    browser.get(f"{server.address}{page}/")
+    cells = browser.find_elements(By.CSS_SELECTOR, "article td")
+    assert any(cell.is_displayed() for cell in cells)
+    assert hidden_cells(browser) == []
+
+
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.startswith("coming_from")]
+    "page", [page for page in PAGES if page.startswith("benchmarks")]
 )
-def test_a_phone_shows_what_a_call_is_here(
+def test_a_page_of_benchmarks_is_read_in_a_few_screens(
     page: str, browser: Any, server: Server
 ) -> None:
-    look(browser, WIDTHS["phone"])
+    look(browser, WIDTHS["desktop"])
     browser.get(f"{server.address}{page}/")
-    tables = browser.find_elements(By.CSS_SELECTOR, "article table")
-    assert tables and hidden_cells(browser) == []
+    height = "return document.documentElement.scrollHeight"
+    assert browser.execute_script(height) < TALLEST
+
+
+def brightness(browser: Any, picture: Any) -> float:
+    """Return how bright the margin of a picture is, as it is shown, 0 to 255."""
+    return browser.execute_async_script(
+        """
+        const [shown, done] = arguments, image = new Image();
+        image.onload = () => {
+          const canvas = document.createElement("canvas").getContext("2d");
+          canvas.drawImage(image, 0, 0);
+          const [r, g, b] = canvas.getImageData(8, 8, 1, 1).data;
+          done((r + g + b) / 3);
+        };
+        image.src = `data:image/png;base64,${shown}`;
+        """,
+        picture.screenshot_as_base64,
+    )
+
+
+@pytest.mark.parametrize("preferred", SCHEMES)
+@pytest.mark.parametrize("page", ["how/formats", "how/loss_scaling", "convergence"])
+def test_a_figure_is_as_dark_as_its_page(
+    page: str, preferred: str, browser: Any, server: Server
+) -> None:
+    forget_colours(browser, server)
+    look(browser, WIDTHS["desktop"], preferred, height=2000)  # a picture is seen whole
+    browser.get(f"{server.address}{page}/")
+    # Also where the reader has chosen other colours than those of the device.
+    choose = "document.body.setAttribute('data-md-color-scheme', arguments[0])"
+    for chosen, scheme in SCHEMES.items():
+        browser.execute_script(choose, scheme)
+        pictures = browser.find_elements(By.CSS_SELECTOR, "article p img")
+        assert pictures
+        for picture in pictures:
+            is_dark = brightness(browser, picture) < 64
+            is_light = brightness(browser, picture) > 192
+            name = picture.get_attribute("src")
+            assert (is_dark, is_light) == (chosen == "dark", chosen != "dark"), name
 
 
 @pytest.mark.parametrize("page", PAGES)

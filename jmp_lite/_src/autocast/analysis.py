@@ -366,8 +366,11 @@ def _linear_results(op: Op, outs: Sequence[Held], body: Body) -> list[Var]:
 def why_written(eqn: Eqn) -> str:
     """Return why an equation that is not in the table runs as it is written."""
     if not compat.jaxprs_of(eqn):
-        is_of_floats = any(map(core.is_float, (*eqn.invars, *eqn.outvars)))
-        return f"not in the rules: {eqn.primitive.name}" if is_of_floats else ""
+        if not any(map(core.is_float, (*eqn.invars, *eqn.outvars))):
+            return ""
+        if eqn.primitive.name == "convert_element_type":
+            return "a cast of the program"
+        return f"not in the rules: {eqn.primitive.name}"
     why_not = control_flow.why_not_opened(eqn)
     return f"{NOT_OPENED}: {eqn.primitive.name}, {why_not}"
 

@@ -137,7 +137,11 @@ class AutocastReport(reports.Report):
     def _table(self, every):
         share, of_fp8 = f"{self.half_flops_share:.1%}", self.fp8_flops_share
         in_fp8 = f" ({of_fp8:.1%} in fp8)" if of_fp8 else ""
-        notes = [f"{n} × {reason}" for reason, n in (self.kept | self.kernels).items()]
+        cells = list(self._op_cells() if every else self._layer_cells())
+        told = (
+            self.kernels if len(cells) == 1 and not every else self.kept | self.kernels
+        )
+        notes = [f"{n} × {reason}" for reason, n in told.items()]
         if self.matmul_precision:
             notes.append(f"float32 products are in {self.matmul_precision!r} precision")
         if n := self.counted_once:
@@ -147,7 +151,7 @@ class AutocastReport(reports.Report):
             f"autocast: {share} of matrix-product FLOPs in half{in_fp8}, "
             f"{self.casts} casts",
             _OP_COLUMNS if every else _LAYER_COLUMNS,
-            list(self._op_cells() if every else self._layer_cells()),
+            cells,
             numbers=_NUMBERS,
             caption="; ".join(notes),
         )
@@ -168,9 +172,11 @@ class AutocastReport(reports.Report):
             ]
 
     def _layer_cells(self) -> Iterator[list[str]]:
+        has_scopes = any(row.layer for row in self.rows)
         layers: dict[str, list[OpDecision]] = {}
         for row in self.rows:
-            layers.setdefault(row.layer, []).append(row)
+            layer = row.layer if has_scopes else reports.short_line(row.line)
+            layers.setdefault(layer, []).append(row)
         for layer, rows in layers.items():
             report = AutocastReport(tuple(rows), 0)
             matmuls = [row for row in rows if row.flops]

@@ -44,17 +44,19 @@ def takes_function(transformation: F) -> F:
     parameters = inspect.signature(transformation).parameters
     count = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
     name = transformation.__name__
+    given = "f, policy" if "policy" in parameters else "step"
 
     @functools.wraps(transformation)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if len(args) > count:
             raise TypeError(
                 f"{name} expects at most {count} arguments before keywords, got "
-                f"{len(args)}. {_call_shape(name)}"
+                f"{len(args)}. {_call_shape(name, given)}"
             )
         if unknown := [key for key in kwargs if key not in parameters]:
             of_torch = name == "autocast"
-            remedy = _no_context_manager(name) if of_torch else _call_shape(name)
+            call = _call_shape(name, given)
+            remedy = _no_context_manager(name) if of_torch else call
             raise TypeError(
                 f"{name} got an unexpected keyword argument {unknown[0]!r}: it has "
                 f"{', '.join(parameters)}. {remedy}"
@@ -509,10 +511,10 @@ def name_of(fun: Any) -> str:
     return getattr(fun, "__name__", type(fun).__name__)
 
 
-def _call_shape(name: str) -> str:
+def _call_shape(name: str, given: str = "f, policy") -> str:
     return (
-        f"It returns a function of the arguments: write {name}(f, policy)(*args), not "
-        f"{name}(f, policy, *args)."
+        f"It returns a function of the arguments: write {name}({given})(*args), not "
+        f"{name}({given}, *args)."
     )
 
 

@@ -104,13 +104,19 @@ def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
 def check_compatible(
     saved: dict[str, LeafSpec], wanted: dict[str, LeafSpec], where: str, *, cast: bool
 ) -> None:
-    missing = [f"{path} ({leaf})" for path, leaf in wanted.items() if path not in saved]
-    extra = [f"{path} ({leaf})" for path, leaf in saved.items() if path not in wanted]
-    if missing or extra:
+    sides = {
+        "the checkpoint": [path for path in saved if path not in wanted],
+        "`like`": [path for path in wanted if path not in saved],
+    }
+    differ = [
+        f"only {side} has {_told(paths, saved | wanted)}"
+        for side, paths in sides.items()
+        if paths
+    ]
+    if differ:
         raise ValueError(
-            f"{where} and `like` differ in structure: only the checkpoint has "
-            f"{summarize(extra)}, only `like` has {summarize(missing)}. Restore into "
-            "what was saved, then change it."
+            f"{where} and `like` differ in structure: {', '.join(differ)}. Restore "
+            "into what was saved, then change it."
         )
     unlike = [path for path in wanted if not _matches(saved[path], wanted[path])]
     fixed = [path for path in unlike if not _is_castable(saved[path], wanted[path])]
@@ -123,6 +129,11 @@ def check_compatible(
         raise ValueError(
             f"{where} does not match `like`: it has {summarize(pairs)}. {advice}"
         )
+
+
+def _told(paths: list[str], leaves: dict[str, LeafSpec]) -> str:
+    """Return paths with what is there; a tree that is one leaf has the path `""`."""
+    return summarize([f"{path} ({leaves[path]})".lstrip() for path in paths])
 
 
 def _matches(saved: LeafSpec, wanted: LeafSpec) -> bool:

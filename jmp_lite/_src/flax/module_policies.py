@@ -187,14 +187,18 @@ def not_a_module(kind: str, got: object) -> TypeError:
     """Return the error for what is passed to `with_policy` as a linen or nnx module."""
     remedy = ""
     if isinstance(got, type):
-        remedy = f" Make one first: {got.__name__}(...)."
+        remedy = f"Make one first: {got.__name__}(...)."
     elif isinstance(got, str | Policy | PolicyMap):
-        remedy = " Write with_policy(model, policy)."
+        remedy = "Write with_policy(model, policy)."
     elif compat.is_nnx_module(got):
-        remedy = " This is one of nnx: use jmp_lite.nnx.with_policy."
+        remedy = "This is one of nnx: use jmp_lite.nnx.with_policy."
     elif compat.is_unbound_linen_module(got):
-        remedy = " This is one of linen: use jmp_lite.linen.with_policy."
-    return TypeError(f"Expected {kind} module, got {got!r}.{remedy}")
+        remedy = "This is one of linen: use jmp_lite.linen.with_policy."
+    elif callable(got):  # also a model of equinox
+        remedy = "A function takes a policy by jmp_lite.autocast(f, policy)."
+    elif isinstance(got, Mapping):
+        remedy = "A policy is of the model, not of its parameters."
+    return TypeError(arguments.wrong("the model", f"{kind} module", got, remedy))
 
 
 def enclosing_module(path: str, modules: Container[str]) -> str | None:

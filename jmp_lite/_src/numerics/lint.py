@@ -65,12 +65,13 @@ class Finding:
     severity: Severity
 
     def __str__(self) -> str:
-        """Return one line, in the format of compilers."""
+        """Return a line in the format of compilers; below it why, and the remedy."""
         layer = f" ({self.layer})" if self.layer else ""
-        return reports.printable(
+        first = reports.printable(
             f"{self.line or '?'}: {self.severity}: {self.rule}: {self.primitive}: "
-            f"{self.what}{layer}{_times(self)}. {self.why} {self.fix}"
+            f"{self.what}{layer}{_times(self)}."
         )
+        return "\n".join([first, *reports.wrapped(f"{self.why} {self.fix}", "    ")])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +93,13 @@ class LintReport(reports.Report):
         return len(self.findings)
 
     def _text(self):
-        # A line per finding, as compilers have them.
-        lines = [str(found) for found in self.findings[: reports.LINES - 1]]
-        if more := len(self) - len(lines):
-            lines.append(f"and {more} more findings: .table(every=True)")
+        lines: list[str] = []
+        for i, found in enumerate(self.findings):
+            told = str(found).split("\n")
+            if len(lines) + len(told) >= reports.LINES:
+                more = len(self) - i
+                return [*lines, f"and {more} more findings: .table(every=True)"]
+            lines += told
         return lines or "no findings"
 
     def _table(self, every):

@@ -183,8 +183,11 @@ def check_gradients(grads: optax.Updates, params: optax.Params | None) -> None:
     names = "the gradients", "the parameters"
     difference = trees.first_difference(grads, params, names)
     if difference is not None:
+        is_pair = isinstance(grads, tuple) and not isinstance(params, tuple)
+        remedy = " Of what value_and_grad returns, pass the second." if is_pair else ""
         raise ValueError(
-            f"Expected gradients and parameters of the same structure: {difference}."
+            "Expected gradients and parameters of the same structure: "
+            f"{difference}.{remedy}"
         )
 
 
@@ -207,7 +210,13 @@ def check_leaves(tree: Any, what: str, functions: bool = True) -> None:
         is_number = trees.is_array(x) or arguments.array(x) is not None
         if not is_number and not (functions and callable(x)):
             where = f" at {trees.key_path(path)!r}" if path else ""
-            raise TypeError(f"Expected arrays as {what}, got {x!r}{where}.")
+            remedy = ""
+            if callable(x):  # an equinox model has functions
+                remedy = (
+                    " Of an equinox model, pass the arrays: "
+                    "tx.init(equinox.filter(model, equinox.is_inexact_array))."
+                )
+            raise TypeError(f"Expected arrays as {what}, got {x!r}{where}.{remedy}")
 
 
 def fast_params(params: Any) -> Any:

@@ -195,6 +195,11 @@ def scale_aware(
     """
     if isinstance(inner, ScaleAwareTransformation):
         raise ValueError(_UNSCALED_TWICE)
+    if isinstance(inner, LossScale):
+        raise TypeError(
+            f"Expected an optax transformation, got {inner!r}: write "
+            f"scale_aware(optimizer, {type(inner).__name__}(...))."
+        )
     inner = base.as_transformation(inner)
     if loss_scale is None:
         loss_scale = DynamicLossScale()
