@@ -9,6 +9,7 @@ Names of scopes, leaves and files are text wherever they are shown: `printable` 
 
 import dataclasses
 import html
+import itertools
 import json
 import math
 import textwrap
@@ -265,26 +266,20 @@ def wrapped(text: str, indent: str = "") -> list[str]:
 
 
 def text_lines(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    numbers: Collection[str],
+    columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str]
 ) -> list[str]:
     """Return the lines of a table in plain text; arguments as `Table` has them.
 
-    If they are too wide, cells of the widest column of text are wrapped.
+    If they are too wide, cells of text are wrapped.
     """
     cells = [[" ".join(cell.split()) for cell in row] for row in (columns, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    excess = sum(widths) + 2 * (len(widths) - 1) - WIDTH
     texts = [i for i, name in enumerate(columns) if name not in numbers]
-    if excess > 0 and texts:
-        widest = max(texts, key=widths.__getitem__)
-        most = max(widths[widest] - excess, _NARROWEST)
-        cells = [line for row in cells for line in _wrapped_row(row, widest, most)]
-        widths[widest] = most
-    cells.insert(1, ["─" * width for width in widths])
+    widths = _fitting_widths(cells, texts)
+    header, *others = [_lines_of(row, widths) for row in cells]
+    wrapped = [*header, ["─" * width for width in widths]]
+    wrapped += [line for row in others for line in row]
     lines = []
-    for row in cells:
+    for row in wrapped:
         padded = [
             cell.rjust(width) if name in numbers else cell.ljust(width)
             for cell, width, name in zip(row, widths, columns, strict=True)
@@ -296,14 +291,27 @@ def text_lines(
 _NARROWEST = 24  # of a column that is wrapped
 
 
-def _wrapped_row(row: Sequence[str], column: int, most: int) -> list[list[str]]:
-    """Return the lines of a row, one cell of which is wrapped; names are cut."""
-    parts = textwrap.wrap(row[column], most, break_on_hyphens=False) or [""]
-    lines = [[""] * len(row) for _ in parts]
-    lines[0] = list(row)
-    for line, part in zip(lines, parts, strict=True):
-        line[column] = part
-    return lines
+def _fitting_widths(cells: Sequence[Sequence[str]], texts: Iterable[int]) -> list[int]:
+    """Return the widths of columns, less where the most words are."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+
+    def most_words(i: int) -> int:
+        return max((row[i].count(" ") for row in cells[1:]), default=0)
+
+    for i in sorted(texts, key=most_words, reverse=True):
+        excess = sum(widths) + 2 * (len(widths) - 1) - WIDTH
+        if excess > 0:
+            widths[i] = max(widths[i] - excess, min(widths[i], _NARROWEST))
+    return widths
+
+
+def _lines_of(row: Sequence[str], widths: Sequence[int]) -> Iterable[tuple[str, ...]]:
+    """Return the lines of a row; a name that is too long is cut."""
+    parts = [
+        textwrap.wrap(cell, width, break_on_hyphens=False) or [""]
+        for cell, width in zip(row, widths, strict=True)
+    ]
+    return itertools.zip_longest(*parts, fillvalue="")
 
 
 def _plain(value: Any) -> Any:
