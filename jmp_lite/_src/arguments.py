@@ -24,9 +24,15 @@ def wrong(name: str, expected: str, got: object, remedy: str = "") -> str:
       >>> wrong("period", "at least 1", 0, "The default is 2000.")
       'Expected period to be at least 1, got 0. The default is 2000.'
     """
-    shown = repr(got)
-    shown = shown if len(shown) <= MOST else f"{shown[:MOST]}…"
-    return f"Expected {name} to be {expected}, got {shown}.{remedy and f' {remedy}'}"
+    return (
+        f"Expected {name} to be {expected}, got {shown(got)}.{remedy and f' {remedy}'}"
+    )
+
+
+def shown(got: object) -> str:
+    """Return what an error shows of an argument: a line, also of an array's many."""
+    text = " ".join(repr(got).split())
+    return text if len(text) <= MOST else f"{text[:MOST]}…"
 
 
 def flag(value: Any, name: str, or_none: bool = False) -> Any:
@@ -102,7 +108,7 @@ def text(value: object, name: str) -> str:
 
 def function(value: object, what: str) -> None:
     if not callable(value):
-        raise TypeError(f"Expected a function to {what}, got {value!r}.")
+        raise TypeError(f"Expected a function to {what}, got {shown(value)}.")
 
 
 def mapping(value: Any, name: str, of: str) -> Mapping[Any, Any]:

@@ -400,6 +400,10 @@ def _remedy(x: Any) -> str:
             return " One that adapts is DynamicLossScale(); none, NoOpLossScale()."
     if isinstance(x, str | Policy | PolicyMap):
         return f" For that of a policy, write loss_scale_for({x!r})."
+    if x is None:
+        return " None at all is NoOpLossScale()."
+    if isinstance(x, type) and issubclass(x, LossScale):
+        return f" Make one first: {x.__name__}(...)."
     if arguments.is_number(x):
         constant, dynamic = f"StaticLossScale({x!r})", f"DynamicLossScale({x!r})"
         return f" A constant one is {constant}; one that starts there is {dynamic}."

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jmp_lite._src import compat, dtypes, fp8, trees
+from jmp_lite._src import arguments, compat, dtypes, fp8, trees
 from jmp_lite._src.autocast import half_calls, products, sums
 from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
 from jmp_lite._src.autocast.emit import Emitter
@@ -543,7 +543,7 @@ def check_function(
 
     `allows_modules` says whether modules of flax are functions, too.
     """
-    got = f"{caller} expects a function, got {fun!r}"
+    got = f"{caller} expects a function, got {arguments.shown(fun)}"
     dtype = policy if isinstance(fun, str) else fun  # torch.autocast("cuda", dtype)
     if isinstance(dtype, type) and dtype in dtypes.HALF_DTYPES:
         fun = f"mixed_{dtype.__name__}"

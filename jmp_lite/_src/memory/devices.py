@@ -59,7 +59,8 @@ DEVICES = {
 
 def find(device: str) -> Device:
     """Return a device of `DEVICES`; raise if there is none."""
-    arguments.one_of(device, "device", (*DEVICES,), "Or None: for this machine.")
+    others = "None: this machine. For another card, take the next older one and fits=."
+    arguments.one_of(device, "device", (*DEVICES,), others)
     return DEVICES[device]
 
 

@@ -34,7 +34,8 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
             remedy = " Chain them: optax.chain(...)."
         elif callable(inner):
             remedy = f" Call it: {getattr(inner, '__name__', 'optimizer')}(...)."
-        raise TypeError(f"Expected an optax transformation, got {inner!r}.{remedy}")
+        got = arguments.shown(inner)
+        raise TypeError(f"Expected an optax transformation, got {got}.{remedy}")
     if isinstance(inner, optax.MultiSteps):
         # optax does not treat it as a transformation and drops its extra arguments.
         update = cast(Any, inner.update)  # its annotation only accepts MultiStepsState
@@ -216,7 +217,9 @@ def check_leaves(tree: Any, what: str, functions: bool = True) -> None:
                     " Of an equinox model, pass the arrays: "
                     "tx.init(equinox.filter(model, equinox.is_inexact_array))."
                 )
-            raise TypeError(f"Expected arrays as {what}, got {x!r}{where}.{remedy}")
+            raise TypeError(
+                f"Expected arrays as {what}, got {arguments.shown(x)}{where}.{remedy}"
+            )
 
 
 def fast_params(params: Any) -> Any:

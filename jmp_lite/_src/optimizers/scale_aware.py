@@ -197,7 +197,7 @@ def scale_aware(
         raise ValueError(_UNSCALED_TWICE)
     if isinstance(inner, LossScale):
         raise TypeError(
-            f"Expected an optax transformation, got {inner!r}: write "
+            f"Expected an optax transformation, got {arguments.shown(inner)}: write "
             f"scale_aware(optimizer, {type(inner).__name__}(...))."
         )
     inner = base.as_transformation(inner)
@@ -242,8 +242,8 @@ def scale_aware(
             if array is None:
                 raise TypeError(
                     "Expected value to be the unscaled loss, a number, got "
-                    f"{value!r}. With has_aux=True, take it out of the pair: "
-                    "(loss, aux), grads = ..."
+                    f"{arguments.shown(value)}. With has_aux=True, take it out of the "
+                    "pair: (loss, aux), grads = ..."
                 )
             value = trees.cast_at_least_float32(array)
             loss_finite = value_finite = value_finite & trees.all_finite(value)
