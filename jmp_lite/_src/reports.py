@@ -308,7 +308,7 @@ def _fitting_widths(cells: Sequence[Sequence[str]], texts: Iterable[int]) -> lis
 def _lines_of(row: Sequence[str], widths: Sequence[int]) -> Iterable[tuple[str, ...]]:
     """Return the lines of a row; a name that is too long is cut."""
     parts = [
-        textwrap.wrap(cell, width, break_on_hyphens=False) or [""]
+        textwrap.wrap(cell, max(width, 1), break_on_hyphens=False) or [""]
         for cell, width in zip(row, widths, strict=True)
     ]
     return itertools.zip_longest(*parts, fillvalue="")
