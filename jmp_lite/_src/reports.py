@@ -131,6 +131,7 @@ class Table:
     red: Collection[int] = ()  # the indices of rows
     caption: Any = ""
     show_lines: bool = False  # between rows
+    sentences: Collection[str] = ()  # columns that are wrapped in text; names are not
 
     def __post_init__(self):
         for name in ("title", "caption"):
@@ -161,14 +162,18 @@ class Table:
         return table
 
     def to_text(self) -> str:
-        """Return it as at most 40 lines of plain text, of at most 120 columns."""
+        """Return it as at most 40 lines of plain text."""
         caption = wrapped(self.caption)
         shown = self.rows[: LINES - 5]
-        lines = text_lines(self.columns, shown, self.numbers) if shown else []
+        lines = (
+            text_lines(self.columns, shown, self.numbers, self.sentences)
+            if shown
+            else []
+        )
         # What is wrapped takes more lines than rows.
         while len(lines) > LINES - 2 - len(caption) and len(shown) > 1:
             shown = shown[:-1]
-            lines = text_lines(self.columns, shown, self.numbers)
+            lines = text_lines(self.columns, shown, self.numbers, self.sentences)
         if more := len(self.rows) - len(shown):
             lines.append(f"and {more} more rows: .table(every=True)")
         return "\n".join(filter(None, [self.title, *lines, *caption]))
@@ -266,20 +271,21 @@ def wrapped(text: str, indent: str = "") -> list[str]:
 
 
 def text_lines(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str]
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numbers: Collection[str],
+    sentences: Collection[str] = (),
 ) -> list[str]:
-    """Return the lines of a table in plain text; arguments as `Table` has them.
-
-    If they are too wide, cells of text are wrapped.
-    """
+    """Return the lines of a table in plain text; arguments as `Table` has them."""
     cells = [[" ".join(cell.split()) for cell in row] for row in (columns, *rows)]
-    texts = [i for i, name in enumerate(columns) if name not in numbers]
-    widths = _fitting_widths(cells, texts)
-    header, *others = [_lines_of(row, widths) for row in cells]
-    wrapped = [*header, ["─" * width for width in widths]]
-    wrapped += [line for row in others for line in row]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for i, name in enumerate(columns):
+        excess = sum(widths) + 2 * (len(widths) - 1) - WIDTH
+        if name in sentences and excess > 0:
+            widths[i] = max(widths[i] - excess, min(widths[i], _NARROWEST))
+    body = [line for row in cells[1:] for line in _lines_of(row, widths)]
     lines = []
-    for row in wrapped:
+    for row in (cells[0], ["─" * width for width in widths], *body):
         padded = [
             cell.rjust(width) if name in numbers else cell.ljust(width)
             for cell, width, name in zip(row, widths, columns, strict=True)
@@ -291,24 +297,10 @@ def text_lines(
 _NARROWEST = 24  # of a column that is wrapped
 
 
-def _fitting_widths(cells: Sequence[Sequence[str]], texts: Iterable[int]) -> list[int]:
-    """Return the widths of columns, less where the most words are."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-
-    def most_words(i: int) -> int:
-        return max((row[i].count(" ") for row in cells[1:]), default=0)
-
-    for i in sorted(texts, key=most_words, reverse=True):
-        excess = sum(widths) + 2 * (len(widths) - 1) - WIDTH
-        if excess > 0:
-            widths[i] = max(widths[i] - excess, min(widths[i], _NARROWEST))
-    return widths
-
-
 def _lines_of(row: Sequence[str], widths: Sequence[int]) -> Iterable[tuple[str, ...]]:
-    """Return the lines of a row; a name that is too long is cut."""
+    """Return the lines of a row, whose cells are cut only where they are too wide."""
     parts = [
-        textwrap.wrap(cell, max(width, 1), break_on_hyphens=False) or [""]
+        [cell] if len(cell) <= width else textwrap.wrap(cell, width)
         for cell, width in zip(row, widths, strict=True)
     ]
     return itertools.zip_longest(*parts, fillvalue="")

@@ -217,7 +217,7 @@ def test_a_cast_of_the_program_is_no_gap_in_the_rules() -> None:
 
 
 def test_a_line_has_at_most_120_columns() -> None:
-    name = "a_name_of_a_layer_that_is_as_long_as_some_are_in_a_model"
+    name = "a_name_of_a_layer_that_is_quite_long"
 
     def fun(w, x):
         with jax.named_scope(name):
@@ -225,10 +225,10 @@ def test_a_line_has_at_most_120_columns() -> None:
         return jnp.sum(jnp.tanh(y) @ w)
 
     lines = str(explain(fun, "mixed_float16")(W, X)).splitlines()
-    assert max(map(len, lines)) == 120
-    assert lines[3].split()[0] + lines[4].split()[0] == name
-    assert lines[3].endswith("3 × unsafe in half; 1 ×")
-    assert lines[4].endswith(" not in the rules: sort")
+    assert max(map(len, lines)) <= 120
+    assert lines[3].startswith(f"{name} ") and lines[4].startswith(" ")
+    kept = " ".join(line.rpartition("  ")[2] for line in lines[3:5])
+    assert kept == "3 × unsafe in half; 1 × not in the rules: sort"
 
 
 def test_a_function_without_scopes_is_told_by_line() -> None:

@@ -154,6 +154,7 @@ class AutocastReport(reports.Report):
             cells,
             numbers=_NUMBERS,
             caption="; ".join(notes),
+            sentences=("kept in float32",),
         )
 
     def _op_cells(self) -> Iterator[list[str]]:
