@@ -87,8 +87,8 @@ WHICH = [
     Box(
         "What is the model?",
         (
-            Box("a function in float32:\n*autocast"),
-            Box("Flax linen, nnx:\n*with_policy"),
+            Box("a loss in float32, of any library:\n*autocast"),
+            Box("nnx modules; a policy for each module:\n*with_policy"),
             Box("your own casts:\n*cast_to_compute"),
         ),
     ),

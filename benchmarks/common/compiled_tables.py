@@ -93,15 +93,6 @@ def families() -> Rows:
     return sorted(rows, key=lambda row: -max(float(row[title]) for title in times))
 
 
-def families_in_short() -> Rows:
-    """`families`, a column each: what is of autocast over the same cast by hand."""
-    return [
-        {"× casts by hand": column}
-        | {row[""]: row[f"{column}, ×"] for row in families()}
-        for column in (_COLUMNS[_TRAFFIC], _COLUMNS[_PEAK])
-    ]
-
-
 def autocast_cost() -> Rows:
     """A transformer's programs by autocast, in multiples of those cast by hand."""
     found, rows = programs("h100"), []
@@ -368,7 +359,6 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "programs_float32": over_float32,
     "autocast_cost": autocast_cost,
     "families": families,
-    "families_in_short": families_in_short,
     "collectives": collectives,
     "float32_gradients": float32_gradients,
     "fp8": fp8,

@@ -22,11 +22,14 @@ from benchmarks.common import run
 from benchmarks.common.committed import TIMED, load
 from benchmarks.common.models import TITLES
 from benchmarks.common.run import percent
+from benchmarks.common.timing import ratios
+from benchmarks.train_step import FLOAT32, TF32
 from examples import resnet, transformer
 from examples.common import report
 from examples.common.cli import POLICIES
 
 change_of = functools.partial(percent, zero="0")
+BY_AUTOCAST = train_step.IN_BFLOAT16["autocast"]
 
 # The benchmarks that run: each makes its own table, here of its committed result.
 _BENCHMARKS = (
@@ -46,40 +49,12 @@ def tiny(name: str) -> run.Rows:
     return report.summarise_tiny(load(f"cpu/{name}/results.json")["tiny_gradients"])
 
 
-def by_policy(name: str, key: str, model: str = "") -> dict[str, list[float]]:
+def by_policy(name: str, key: str) -> dict[str, list[float]]:
     """Return the scores of an example, a list over seeds for each policy."""
     runs = load(f"cpu/{name}/results.json")["runs"]
     return {
-        policy: [r[key] for r in runs if (r["model"], r["policy"]) == (model, policy)]
-        for policy in POLICIES
+        policy: [r[key] for r in runs if r["policy"] == policy] for policy in POLICIES
     }
-
-
-def digits_accuracy() -> run.Rows:
-    rows = []
-    for model, title in (("mlp", "MLP 784-512-512-10"), ("cnn", "CNN with BatchNorm")):
-        for name, way in (("digits", "cast by hand"), ("digits-autocast", "autocast")):
-            scores = by_policy(name, report.ACCURACY.key, model)
-            means = {p: f"{100 * np.mean(x):.2f}" for p, x in scores.items()}
-            rows.append({"model": f"{title}, {way}", **means})
-    return rows
-
-
-def validation_losses() -> run.Rows:
-    rows = []
-    for name, title in (
-        ("resnet", "linen ResNet, `with_policy`"),
-        ("transformer", "nnx transformer, `autocast`"),
-        ("transformer-with_policy", "nnx transformer, `with_policy`"),
-    ):
-        losses = by_policy(name, "validation_loss").items()
-        means = {policy: float(np.mean(x)) for policy, x in losses}
-        full, row = means["float32"], {"model": title}
-        for policy, loss in means.items():
-            change = f" ({change_of(loss / full)})" if policy != "float32" else ""
-            row[policy] = f"{loss:.4f}{change}"
-        rows.append(row)
-    return rows
 
 
 def differences(*names: str) -> run.Rows:
@@ -114,13 +89,37 @@ def train_steps() -> dict[str, run.Result]:
     return {model: load(f"h100/train_step-{model}.json") for model in TIMED}
 
 
+def speeds(over: str) -> dict[str, float]:
+    """Return how many times as fast autocast in bfloat16 is, by model.
+
+    Args:
+      over: the precision that it is compared with.
+    """
+    return {
+        TITLES[model]: 1 / ratios(result["rows"], BY_AUTOCAST, over)[1]
+        for model, result in train_steps().items()
+    }
+
+
+def memories() -> dict[str, float]:
+    """Return the memory by autocast in bfloat16, in multiples of TF32's, by model."""
+    return {
+        TITLES[model]: result["rows"][BY_AUTOCAST]["memory"]
+        / result["rows"][TF32]["memory"]
+        for model, result in train_steps().items()
+    }
+
+
 def steps_in_short() -> run.Rows:
-    """`train_step`, a column for each model: how fast it is, and how lean."""
-    rows = train_step.summarise(train_steps())
-    columns = [column for column in rows[0] if ", ×" in column]
+    """`train_step` by autocast, a column for each model."""
+    rows = {
+        "speed, × TF32": speeds(TF32),
+        "speed, × float32": speeds(FLOAT32),
+        "memory, × TF32": memories(),
+    }
     return [
-        {"× float32": column} | {row[""]: row[column] for row in rows}
-        for column in columns
+        {"`autocast`, bfloat16": title, **{name: f"{x:.2f}" for name, x in row.items()}}
+        for title, row in rows.items()
     ]
 
 
@@ -143,7 +142,6 @@ TABLES: dict[str, Callable[[], run.Rows]] = {
     "digits_tiny": functools.partial(tiny, "digits"),
     "digits_autocast": functools.partial(example, "digits-autocast", report.ACCURACY),
     "digits_autocast_tiny": functools.partial(tiny, "digits-autocast"),
-    "digits_accuracy": digits_accuracy,
     "resnet": functools.partial(example, "resnet", resnet.SCORE),
     "resnet_differences": functools.partial(differences, "resnet"),
     "transformer": functools.partial(example, "transformer", transformer.SCORE),
@@ -153,7 +151,6 @@ TABLES: dict[str, Callable[[], run.Rows]] = {
     "transformer_differences": functools.partial(
         differences, "transformer", "transformer-with_policy"
     ),
-    "validation_losses": validation_losses,
     **{
         name: of(name, module.summarise)
         for module in _BENCHMARKS

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from benchmarks import convergence, step_overhead, train_step
-from benchmarks.common import compiled_tables, plots, storage
+from benchmarks.common import compiled_tables, measured_tables, plots, storage
 from benchmarks.common.committed import load
 from benchmarks.common.measured_tables import train_steps
 from benchmarks.common.models import TITLES
@@ -49,6 +49,30 @@ def draw_times() -> Figure:
         }
     title = f"Train steps in bfloat16: {_device('h100/train_step-unet.json')}"
     return _draw([("", series)], title, "time over that of TF32 (ratio)")
+
+
+def draw_first() -> Figure:
+    """Draw what a line of autocast gives: the speed and the memory of train steps."""
+    speeds, memories = measured_tables.speeds(TF32), measured_tables.memories()
+    panels = (
+        ("speed: longer is better", "× as fast as TF32", speeds),
+        ("memory: shorter is better", "× the memory of TF32", memories),
+    )
+    figure, axes = plots.panels(1, 2, (7.5, 3.2), grid="x", sharey=True)
+    for panel, (title, unit, by_model) in zip(axes, panels, strict=True):
+        bars = panel.barh(
+            [*by_model], [*by_model.values()], color=plots.BLUE, label="autocast"
+        )
+        panel.bar_label(bars, fmt="%.2f", padding=3, fontsize=9)
+        panel.axvline(1, color=plots.BLACK, linestyle="--", label="TF32")
+        panel.set_xlim(0, 1.15 * max(1, *by_model.values()))
+        panel.set_title(title, fontsize=10)
+        panel.set(xlabel=unit, ylabel="model")
+    axes[0].invert_yaxis()
+    plots.legend_below(figure, *axes[0].get_legend_handles_labels())
+    device = load("h100/train_step-vit.json")["settings"]["device"]
+    figure.suptitle(f"Adam steps, bfloat16 by one line: {device}", fontsize=11)
+    return figure
 
 
 def draw_losses() -> Figure:
@@ -223,6 +247,7 @@ def draw_memory() -> Figure:
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {
+    "autocast.svg": draw_first,
     "benchmarks_compiled.svg": draw_compiled,
     "benchmarks_losses.svg": draw_losses,
     "benchmarks_overhead.svg": draw_overhead,

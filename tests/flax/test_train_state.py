@@ -180,6 +180,22 @@ def test_the_average_is_that_of_a_float64_reference(flax):
     assert flax.create(adam()).ema is None
 
 
+@of_both
+def test_with_accumulation_a_root_of_the_decay_averages_over_updates(flax):
+    """As the page on EMA says: an average of steps, of which `k` make one update."""
+    k, decay = 4, 0.9
+    tx = scale_aware(optax.MultiSteps(optax.sgd(0.1), k), SCALE)
+    state = flax.create(tx, ema_decay=decay ** (1 / k))
+    expected = np.float64(flax.kernel(state.params))
+    for micro_batch in range(1, 4 * k):  # up to the last one before an update
+        state = flax.apply(state, *FINITE)
+        if micro_batch % k == 0:
+            updated = np.float64(flax.kernel(state.params))
+            expected = decay * expected + (1 - decay) * updated
+    np.testing.assert_allclose(flax.kernel(state.ema), expected, rtol=1e-6)
+    assert not np.allclose(expected, flax.kernel(state.params), rtol=1e-3)
+
+
 @pytest.mark.parametrize(("flax", "streams"), [(Linen, ("rng",)), (Nnx, nnx.RngState)])
 def test_which_state_a_skipped_step_updates_is_chosen(flax, streams):
     state = flax.create(adam(), update_on_skip=streams)

@@ -178,9 +178,6 @@ def _fp8_errors() -> tuple[int, int]:
 
 
 KNOWN: dict[tuple[str, str], Callable[[], bool]] = {
-    ("docs/checkpoints.md", "300 MB"): lambda: (
-        load("cpu/checkpoint_save.json")["settings"]["megabytes"] == 300
-    ),
     ("docs/fp8.md", "1 %"): lambda: max(map(abs, _fp8_over_bfloat16())) < 1,
     ("docs/fp8.md", "3 to 14 times"): lambda: _fp8_errors() == (3, 14),
     ("docs/memory.md", "0.5 %"): lambda: compiled_tables.SAME_LOSS == 1.005,

@@ -121,7 +121,7 @@ def test_links_of_the_page_on_pypi_go_to_the_tag(released):
     links = zip(urls, relatives, strict=True)
     changed = {relative: url for url, relative in links if url != relative}
     for relative, url in changed.items():
-        kind = "raw" if relative.endswith(".png") else "blob"
+        kind = "raw" if relative.endswith((".png", ".svg")) else "blob"
         assert url == f"{HOME}/{kind}/v{VERSION}/{relative}"
         assert (ROOT / relative.partition("#")[0]).exists()
     left = [x for x in urls if not x.startswith(("https://", "#")) and x not in changed]

@@ -16,7 +16,8 @@ from examples import make_notebook
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 DIAGRAMS = runpy.run_path(str(DOCS / "diagrams.py"))
-NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]
+SETTINGS = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
+NAV = SETTINGS["nav"]
 
 
 def pages_of(part: Any) -> Iterator[str]:
@@ -28,18 +29,11 @@ def pages_of(part: Any) -> Iterator[str]:
         yield from pages_of(each)
 
 
-READ_IN_ORDER = [page for part in NAV[:-1] for page in pages_of(part)][:-1]
-
-
-@pytest.mark.parametrize("page", READ_IN_ORDER)
-def test_a_page_ends_with_its_next(page: str) -> None:
-    text = (DOCS / page).read_text("utf-8")
-    last = re.fullmatch(r"Next: \[(.+)\]\((.+)\)", text.rstrip().splitlines()[-1])
-    assert last, f"{page} does not end with `Next: [title](page)`"
-    following = ((DOCS / page).parent / last[2]).resolve()
-    assert following != (DOCS / page).resolve()
-    heading = following.read_text("utf-8").partition("\n")[0]
-    assert heading.replace("`", "") == f"# {last[1]}"
+def test_every_page_is_in_the_navigation_once() -> None:
+    """The theme shows at the end of each what comes next."""
+    pages = sorted(str(path.relative_to(DOCS)) for path in DOCS.glob("**/*.md"))
+    assert sorted(pages_of(NAV)) == pages
+    assert "navigation.footer" in SETTINGS["theme"]["features"]
 
 
 @pytest.mark.parametrize("name", DIAGRAMS["DIAGRAMS"])

@@ -35,7 +35,8 @@ class TrainState(train_state.TrainState):
       ema: the exponential moving average of the parameters, at least f32; None if
         `ema_decay` is None.
       rng: a PRNG key, for example for dropout.
-      ema_decay: the weight of the old average in each step, in (0, 1).
+      ema_decay: the weight of the old average in each applied step, in (0, 1). Under
+        `optax.MultiSteps`, `k` of these make one update: write `decay ** (1 / k)`.
       update_on_skip: names of fields that a skipped step updates too, such as
         `("rng",)`, if their new values are finite.
 

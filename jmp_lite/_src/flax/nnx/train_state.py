@@ -46,7 +46,8 @@ class TrainState:
         `ema_decay` is None.
       graphdef: the structure of the model.
       tx: the optimiser.
-      ema_decay: the weight of the old average in each step, in (0, 1).
+      ema_decay: the weight of the old average in each applied step, in (0, 1). Under
+        `optax.MultiSteps`, `k` of these make one update: write `decay ** (1 / k)`.
       update_on_skip: an nnx filter of the `other_state` that a skipped step updates
         too, such as `nnx.RngState`, if it is finite; None for nothing.
 
