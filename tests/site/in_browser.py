@@ -168,8 +168,6 @@ FIRST = {
     "faq": [
         "disable",
         "autocast disabled",
-        "x64",
-        "export",
         "jupyter",
         "TraceContextError",
         "running_var nan",
@@ -177,6 +175,8 @@ FIRST = {
         "batchnorm half",
         "batchnorm float16",
     ],
+    "recipes/serving": ["export"],
+    "trouble/dtypes": ["x64"],
     "coming_from": ["16-mixed"],
     "coming_from/jmp": ["jmp same results bitwise"],
     "checkpoints": ["load old checkpoint with DynamicScale"],
