@@ -295,3 +295,21 @@ def test_gradients_under_with_policy_are_summed_in_float32(
     (found, jaxpr), (expected, _) = gradients(POLICIES[half]), gradients("full")
     assert largest_error(found, expected) < 4 * EPS[half]
     assert not jaxprs.half_sums(jaxpr)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("width", "stride", "is_sum"), [(2, 2, False), (2, 3, False), (3, 2, True)]
+)
+def test_the_largest_of_windows_apart_is_no_sum(width, stride, is_sum, dtype):
+    def pooled(h):
+        window = (width, 1), (stride, 1)
+        return lax.reduce_window(h @ W, -jnp.inf, lax.max, *window, "VALID") @ V
+
+    def loss(h):
+        return jnp.mean(autocast(pooled, f"mixed_{dtype}")(h))
+
+    jaxpr = jaxprs.trace(jax.grad(loss), ONES)
+    (scatter,) = jaxprs.equations(jaxpr, "select_and_scatter_add")
+    expected = "float32" if is_sum else dtype
+    assert scatter.outvars[0].aval.dtype == expected

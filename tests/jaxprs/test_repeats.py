@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxprs import equations
 
 from jmp_lite import autocast
 from jmp_lite._src.jaxprs import name_scopes, repeats
-from tests.support.jaxprs import equations
 
 LAYERS, WIDTH = 10, 8
 

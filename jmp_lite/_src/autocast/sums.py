@@ -228,8 +228,19 @@ def sums_backward(eqn: Eqn) -> bool:
         return core.size(eqn.outvars[0]) > core.size(eqn.invars[0])
     is_padded_with_variable = name == "pad" and not compat.is_literal(eqn.invars[1])
     # One that chooses among equal numbers counts them; from windows, it repeats them.
-    repeats = bool(facts(name) & Fact.REPEATS) or has(name, Fact.MOVES | Fact.CHOOSES)
-    return repeats or is_padded_with_variable
+    if has(name, Fact.MOVES | Fact.CHOOSES):
+        return _has_no_windows_apart(eqn.params)
+    return bool(facts(name) & Fact.REPEATS) or is_padded_with_variable
+
+
+def _has_no_windows_apart(params: Mapping[str, Any]) -> bool:
+    """Return whether a number may be in several windows, or is in none."""
+    if "window_strides" not in params:
+        return True
+    if any(step != 1 for step in params["window_dilation"]):
+        return True
+    sizes = params["window_strides"], params["window_dimensions"]
+    return any(stride < width for stride, width in zip(*sizes, strict=True))
 
 
 def bind(
