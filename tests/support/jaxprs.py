@@ -103,14 +103,23 @@ def half_sums(jaxpr: Any) -> list[str]:
         f"{eqn.primitive.name} of {eqn.invars[0].aval}"
         for eqn in equations(used, *_SUMS)
         if eqn.outvars[0].aval.dtype in HALF
-        # Over an axis of one element, as of `x[None]`, nothing is summed.
+        # Over an axis of one element, as of `x[None]`, nothing is summed; nor where
+        # windows do not overlap, as of max pooling.
         and not _drops_axes(eqn)
+        and not _has_windows_apart(eqn)
     ]
 
 
 def _drops_axes(eqn: Any) -> bool:
     sizes = eqn.invars[0].aval.size, eqn.outvars[0].aval.size
     return eqn.primitive.name == "reduce_sum" and sizes[0] == sizes[1]
+
+
+def _has_windows_apart(eqn: Any) -> bool:
+    if eqn.primitive.name != "select_and_scatter_add":
+        return False
+    sizes = eqn.params["window_strides"], eqn.params["window_dimensions"]
+    return all(stride >= width for stride, width in zip(*sizes, strict=True))
 
 
 def dtypes(jaxpr: Any) -> set[Any]:
