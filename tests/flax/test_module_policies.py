@@ -86,7 +86,7 @@ PRECEDENCE = {
 def test_which_rule_a_module_has(case):
     (default, rules, classes), expected = PRECEDENCE[case]
     found = ModulePolicies(PolicyMap(default, rules), classes).resolve(MODULES)
-    computes = [of.policy.compute_dtype.__name__ for of in found.values()]
+    computes = [jnp.dtype(of.policy.compute_dtype).name for of in found.values()]
     assert computes == expected
 
 

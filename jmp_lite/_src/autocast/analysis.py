@@ -368,7 +368,7 @@ def why_written(eqn: Eqn) -> str:
     if not compat.jaxprs_of(eqn):
         if not any(map(core.is_float, (*eqn.invars, *eqn.outvars))):
             return ""
-        if eqn.primitive.name == "convert_element_type":
+        if eqn.primitive.name == CAST:
             return "a cast of the program"
         return f"not in the rules: {eqn.primitive.name}"
     why_not = control_flow.why_not_opened(eqn)

@@ -84,7 +84,9 @@ class Values:
                 store = sums.stored if is_read else lax.convert_element_type
                 self._made[var] = binding.call(eqn, store, value, self.half_dtype)
 
-    def hold(self, variables: Sequence[Var], values: Sequence[jax.Array]) -> None:
+    def hold(
+        self, variables: Sequence[Var], values: Sequence[jax.Array | Rounded]
+    ) -> None:
         """Set what `held` has returned, of the same variables."""
         for var, value in zip(variables, values, strict=True):
             if isinstance(value, Rounded):

@@ -438,7 +438,7 @@ class EqnReads:
     half: Sequence[bool]  # per operand, whether it is half, or read in half
     # Per operand, the variables that it is combined with elementwise and that depend on
     # inputs of the jaxpr on which it does not depend itself.
-    like: Mapping[int, Sequence[Any]]
+    like: Mapping[int, Sequence[Var]]
     smaller: Sequence[int]  # half operands that are broadcast to the result's shape
     sums_backward: bool  # whether the transpose of the equation sums in half
     repeats: int = 0  # how often a gather repeats each row in turn, if that is known
@@ -571,9 +571,7 @@ def _eqn_reads(
     return EqnReads(half, like, smaller, may_sum and sums_backward(eqn))
 
 
-def _covering(
-    operands: Any, inputs: Mapping[Var, int], var: Var
-) -> Sequence[jax.Array]:
+def _covering(operands: Any, inputs: Mapping[Var, int], var: Var) -> Sequence[Var]:
     """Return operands that depend on all inputs that one operand does not depend on."""
     others = list(variables(operands))
     missing = union(inputs.get(v, 0) for v in others) & ~inputs.get(var, 0)

@@ -61,7 +61,7 @@ def convert(
             new = compress(jnp.asarray(numbers).astype(jnp.float32), wanted)
             new = jax.device_put(new, jax.tree.map(sharding_of, target))
         else:
-            new, _ = cast_array(numbers, dtype, f"{where}: {name}")
+            new, _ = cast_array(numbers, target.dtype, f"{where}: {name}")
             new = np.asarray(new) if isinstance(target, np.ndarray) else new
         casts[name] = Cast(was or saved[name].dtype, dtype, 0)
         return new

@@ -1,9 +1,8 @@
 """Trace what repeats in a program once, as the layers of a model that are all alike.
 
-JAX differentiates and transposes each equation of a program that is written out, and a
-function that is called twice once. Here, equal pieces of a jaxpr are calls of one
-function. JAX puts its equations in the place of each call, so that the program that
-comes out is the same.
+JAX differentiates each equation of a program that is written out, but a function that
+is called twice only once. Here, equal pieces of a jaxpr are calls of one function. JAX
+puts its equations in the place of each call, so the program that comes out is the same.
 """
 
 import collections
@@ -22,8 +21,8 @@ from jmp_lite._src.jaxprs.structure import Alike, structure
 
 # A program of fewer equations is traced as it is.
 LEAST_EQNS = 64
-# A jaxpr is cut where the last equations, so many, have the smallest hash, of all cuts
-# within a distance of so many equations.
+# A jaxpr is cut where the hash of this many last equations is the smallest among all
+# places within this distance.
 _LOOKS_AT, _DISTANCE = 4, 16
 _LAYER = re.compile(r"[^\d]*\d[^/]*")
 
@@ -69,7 +68,8 @@ def cut(jaxpr: Jaxpr, alike: Alike) -> list[Piece]:
     cuts. An equation that is like no other is a piece of its own, and no piece is in
     two layers.
     """
-    eqns, hashes, keys = jaxpr.eqns, _hashes(jaxpr.eqns), _keys(jaxpr.eqns, alike)
+    eqns, keys = jaxpr.eqns, _keys(jaxpr.eqns, alike)
+    hashes = hashes_before(eqns, _LOOKS_AT)
     times = collections.Counter(key for _, key in keys)
     alone = [times[key] == 1 for _, key in keys]
     ends = [
@@ -118,16 +118,14 @@ def _keys(eqns: Sequence[Eqn], alike: Alike) -> list[tuple[str, Hashable]]:
     return found
 
 
-def _hashes(eqns: Sequence[Eqn]) -> list[int]:
-    """Return for each place between equations a hash of those before it.
+def hashes_before(eqns: Sequence[Eqn], count: int) -> list[int]:
+    """Return for each place between equations a hash of so many before it.
 
     It is the same in each process, and so is the program.
     """
     looks = [
-        repr(
-            (eqn.primitive.name, [getattr(v.aval, "shape", ()) for v in eqn.outvars])
-        ).encode()
+        repr((eqn.primitive.name, [getattr(v.aval, "shape", ()) for v in eqn.outvars]))
         for eqn in eqns
     ]
     places = range(len(eqns) + 1)
-    return [zlib.crc32(b"".join(looks[max(i - _LOOKS_AT, 0) : i])) for i in places]
+    return [zlib.crc32("".join(looks[max(i - count, 0) : i]).encode()) for i in places]

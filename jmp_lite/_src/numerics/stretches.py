@@ -9,7 +9,6 @@ compiled once.
 """
 
 import itertools
-import zlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray, Tracer
 
 from jmp_lite._src import compat
-from jmp_lite._src.jaxprs import control_flow
+from jmp_lite._src.jaxprs import control_flow, repeats
 from jmp_lite._src.jaxprs.core import is_float, size, variables
 from jmp_lite._src.jaxprs.interpret import Stretch
 from jmp_lite._src.jaxprs.primitives import CONTROL_FLOW, cases
@@ -125,14 +124,7 @@ def _cut_alike(pairs: list[tuple[Any, Any]]) -> list[list[tuple[Any, Any]]]:
     A cut is chosen by the few equations before it. So equal sequences have the same
     cuts, but for the first few.
     """
-    looks = [
-        (eqn.primitive.name, [str(v.aval) for v in (*eqn.invars, *eqn.outvars)])
-        for eqn, _ in pairs
-    ]
-    hashes = [
-        zlib.crc32(repr(looks[max(i - _LOOKS_AT, 0) : i]).encode())
-        for i in range(len(pairs) + 1)
-    ]
+    hashes = repeats.hashes_before([eqn for eqn, _ in pairs], _LOOKS_AT)
     groups, start = [], 0
     while start < len(pairs):
         sites = size = 0
