@@ -238,11 +238,7 @@ class Values:
         self, eqn: Eqn, operands: list[jax.Array], reads: EqnReads
     ) -> jax.Array:
         """Run an elementwise equation some of whose half operands are smaller."""
-        shape, first = eqn.outvars[0].aval.shape, reads.smaller[0]
-        is_divided = sums.divides(eqn) and first == 0
-        if len(reads.smaller) == 1 and sums.multiplies(eqn) and not is_divided:
-            factor = operands[first], self.in_f32(eqn.invars[first])
-            return sums.scale(eqn, operands[1 - first], *factor)
+        shape = eqn.outvars[0].aval.shape
         for i in reads.smaller:
             in_f32, like = self.in_f32(eqn.invars[i]), self._like(reads, i)
             operands[i] = sums.spread(operands[i], in_f32, shape, *like)

@@ -36,7 +36,7 @@ from jax.typing import DTypeLike
 from jmp_lite._src import compat, new_primitives
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, is_f32, variables
-from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts, has
+from jmp_lite._src.jaxprs.primitives import Fact, facts, has
 
 # The primitive.
 
@@ -155,62 +155,8 @@ def spread(
     return differentiate_as(value, expression, *like)
 
 
-def scale(
-    eqn: Eqn, array: jax.Array, factor: jax.Array, factor_in_f32: jax.Array
-) -> jax.Array:
-    """Return `array * factor` or `array / factor`, of an array and a smaller factor.
-
-    Both are half; the factor in float32 is differentiated. The backward pass keeps the
-    array and the factor, not the factor broadcast to the shape of the array.
-    """
-    (value,) = binding.bind_here(eqn, map(without_derivative, (array, factor)))
-    if divides(eqn):
-        factor_in_f32 = lax.full_like(factor_in_f32, 1) / factor_in_f32
-    rank = (1,) * (value.ndim - factor_in_f32.ndim)
-    factor_in_f32 = lax.reshape(factor_in_f32, (*rank, *factor_in_f32.shape))
-    return differentiate_as(value, _multiply(array, factor_in_f32, dtype=value.dtype))
-
-
-def _multiply_impl(x: jax.Array, y: jax.Array, *, dtype: DTypeLike) -> jax.Array:
-    """Return the product of two arrays of one rank, which are broadcast, in `dtype`."""
-    return (x.astype(jnp.float32) * y.astype(jnp.float32)).astype(dtype)
-
-
 def _in_front(x: jax.Array, axis: int | None) -> jax.Array:
     return x[None] if axis is None else jnp.moveaxis(x, axis, 0)
-
-
-def _multiply_batch(args, axes, *, dtype):
-    return _multiply(*map(_in_front, args, axes), dtype=dtype)
-
-
-def _multiply_transpose(ct, aval, other, *, dtype):
-    if aval.shape == ct.shape:
-        return _multiply(ct, other, dtype=aval.dtype)
-    axes = tuple(i for i, length in enumerate(aval.shape) if length != ct.shape[i])
-    terms = ct.astype(jnp.float32) * other.astype(jnp.float32)
-    return jnp.sum(terms, axes, keepdims=True)
-
-
-# Linear in each operand, of any floating dtypes: so every derivative of it is right,
-# and keeps operands that are not broadcast. A sum over what was is float32.
-_multiply = new_primitives.new_primitive(
-    "multiply_broadcast",
-    _multiply_impl,
-    None,
-    _multiply_batch,
-    [_multiply_transpose, _multiply_transpose],
-)
-
-
-def multiplies(eqn: Eqn) -> bool:
-    """Return whether an equation multiplies or divides arrays, number by number."""
-    name = eqn.primitive.name
-    return bool(facts(name) & Fact.BROADCASTS) and len(degrees(name, {})) == 2
-
-
-def divides(eqn: Eqn) -> bool:
-    return multiplies(eqn) and min(degrees(eqn.primitive.name, {})) < 0
 
 
 def is_lookup(eqn: Eqn) -> bool:
