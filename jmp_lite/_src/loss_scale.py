@@ -83,7 +83,7 @@ class StaticLossScale(metaclass=compat.FlaxSerializable):
 
     loss_scale: _Scalar = dataclasses.field(metadata={"static": True})
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         # A float is hashable, an array is not. A tracer has no value to convert.
         if not isinstance(self.loss_scale, Tracer):
             scale = arguments.number(self.loss_scale, "loss_scale")
@@ -184,7 +184,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
     )
     bad_steps: _Scalar | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("loss_scale", "min_loss_scale"):
             _warn_of_integer(getattr(self, name), name)
         if arguments.is_number(self.loss_scale):

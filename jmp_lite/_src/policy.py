@@ -65,7 +65,7 @@ class Policy:
     matmul_dtype: str | None = None
     reduce_dtype: DTypeLike | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("param_dtype", "compute_dtype", "output_dtype"):
             object.__setattr__(self, name, dtypes.parse_dtype(getattr(self, name)))
         arguments.one_of(self.matmul_dtype, "matmul_dtype", (None, "fp8"))
@@ -281,7 +281,7 @@ class PolicyMap:
     rules: Any = ()  # accepts a mapping, stored as a hashable tuple of pairs
     allow_unused: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         rules = self.rules.items() if isinstance(self.rules, Mapping) else self.rules
         try:
             pairs = [(pattern, policy) for pattern, policy in rules]

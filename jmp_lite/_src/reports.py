@@ -133,7 +133,7 @@ class Table:
     show_lines: bool = False  # between rows
     sentences: Collection[str] = ()  # columns that are wrapped in text; names are not
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("title", "caption"):
             object.__setattr__(self, name, _joined(getattr(self, name)))
         rows = [list(map(_joined, row)) for row in self.rows]

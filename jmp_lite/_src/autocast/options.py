@@ -69,7 +69,7 @@ class OpRules:
     fp8_min_size: int = fp8.MIN_SIZE
     recompute: bool | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         arguments.flag(self.half_results, "half_results")
         arguments.flag(self.recompute, "recompute", or_none=True)
         size = arguments.count(self.fp8_min_size, "fp8_min_size", least=0)

@@ -81,7 +81,7 @@ class ModulePolicies:
     policy: Any  # a policy, its string or a map; stored as a `PolicyMap`
     classes: Any = None  # a mapping or None; stored as pairs, which can be hashed
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         policy = self.policy
         if not isinstance(policy, PolicyMap):
             policy = PolicyMap(policy)

@@ -106,10 +106,10 @@ class PolicyModule(nnx.Module):
       own_dtypes: path and `dtype` that the author set, before it was overridden.
     """
 
-    def __init__(self, model: Any, policies: ModulePolicies, own_dtypes: Any):
+    def __init__(self, model: Any, policies: ModulePolicies, own_dtypes: Any) -> None:
         self.model = model
         self.policies = policies
-        self.own_dtypes = tuple(sorted(own_dtypes.items()))
+        self.own_dtypes: tuple[Any, ...] = tuple(sorted(own_dtypes.items()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model, in the output dtype of the default policy.

@@ -127,7 +127,7 @@ class TrainState:
         # Copied: a call that changes variables must not change this state.
         return nnx.merge(self.graphdef, params, self.other_state, copy=True)
 
-    def other_state_of(self, model: nnx.Module) -> nnx.State:
+    def other_state_of(self, model: nnx.Module) -> nnx.State[Any, Any]:
         """Return all state of a model but its parameters, as `other_state` holds it."""
         if not isinstance(model, nnx.Module):
             raise module_policies.not_a_module("an nnx", model)
@@ -138,7 +138,7 @@ class TrainState:
         *,
         grads: optax.Updates,
         value: ArrayLike | None = None,
-        other_state: nnx.State | None = None,
+        other_state: nnx.State[Any, Any] | None = None,
     ) -> Self:
         """Return the state after a step; the old one if the step is not finite.
 
