@@ -271,8 +271,8 @@ class Regions:
             if not any(self.paths):
                 found = f"{name} has no name scope"
             remedy = (
-                f" {found}: enter one around what is meant with jax.named_scope; modules "
-                f"of flax.linen enter one each, of nnx none.{remedy}"
+                f" {found}: enter one around what is meant with jax.named_scope; "
+                f"modules of flax.linen enter one each, of nnx none.{remedy}"
             )
             self.policy.check_unused(sorted(self.paths), remedy)
 
