@@ -243,6 +243,23 @@ def test_a_default_that_reaches_no_product_of_an_nnx_model_warns():
     assert caught[0].filename == __file__
 
 
+@in_both_halves
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_a_model_in_the_other_half_warns(kind, half):
+    """As float16 models whose policy says bfloat16: they would have no loss scale."""
+    other = jnp.bfloat16 if half == "float16" else jnp.float16
+    name = f"0 of the 2 matrix products of Mlp run in {half}"
+    if kind == "linen":
+        model = with_policy(linen_models.Mlp(other), f"mixed_{half}")
+        variables = init(model, X)
+        with pytest.warns(UserWarning, match=name):
+            model.apply(variables, X)
+        return
+    model = with_policy(nnx_models.Mlp(nnx.Rngs(0), other), f"mixed_{half}")
+    with pytest.warns(UserWarning, match=name):
+        model(X)
+
+
 # No warning if something is in half, or nothing should be.
 
 
@@ -272,13 +289,13 @@ LINEN, NNX = linen_models.Mlp(F32), lambda dtype=F32: nnx_models.Mlp(nnx.Rngs(0)
 QUIET: dict[str, Any] = {
     "linen, a policy in float32": (LINEN, "full"),
     "linen, without a dtype": (linen_models.Mlp(), F16),
-    "linen, in the other half": (linen_models.Mlp(jnp.bfloat16), F16),
+    "linen, in its half": (linen_models.Mlp(jnp.float16), F16),
     "linen, a rule for all": (LINEN, PolicyMap(F16, {"": "full"})),
     "linen, a rule for one": (LINEN, PolicyMap(F16, {"last": F16})),
     "linen, one small layer": (LinenOwn(), BF16),
     "linen, no products": (nn.LayerNorm(dtype=F32), BF16),
     "nnx, a policy in float32": (NNX, "full"),
-    "nnx, in the other half": (lambda: NNX(jnp.bfloat16), F16),
+    "nnx, in its half": (lambda: NNX(jnp.float16), F16),
     "nnx, a rule for all": (NNX, PolicyMap(F16, {"": "full"})),
     "nnx, a rule for one": (NNX, PolicyMap(F16, {"last": F16})),
     "nnx, one small layer": (lambda: NnxOwn(nnx.Rngs(0)), F16),

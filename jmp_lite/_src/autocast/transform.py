@@ -402,8 +402,8 @@ class PlannedCall:
         is_half = any(products.is_half_product(of.eqn) for of in equations)
         if is_half and not any(runs_half):
             remedy = (
-                "It casts what is float32, by hand, by with_policy or in an autocast "
-                "of its own: leave out that or this."
+                "It casts what is float32, by hand, by the `dtype` of its layers, by "
+                "with_policy or in an autocast of its own: leave out that or this."
             )
             if any(map(core.is_half, self.plan.jaxpr.invars)):
                 remedy = (

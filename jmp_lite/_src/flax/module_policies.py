@@ -45,9 +45,9 @@ class ModulePolicy:
 
     @property
     def is_kept_from_half(self) -> bool:
-        """Whether the author's `dtype` keeps the module out of half."""
+        """Whether the author's `dtype` keeps the module out of the policy's half."""
         by_policy, own = jnp.dtype(self.policy.compute_dtype), self.compute_dtype
-        return dtypes.is_half(by_policy) and not dtypes.is_half(jnp.dtype(own))
+        return dtypes.is_half(by_policy) and jnp.dtype(own) != by_policy
 
     def why(self, path: str) -> str:
         """Return what decided the dtypes of the module, which has this path."""
@@ -62,9 +62,8 @@ class ModulePolicy:
         return f"{reason}, overriding {own}" if own else reason
 
 
-def own_dtype(module: object) -> DTypeLike | None:
-    """Return the `dtype` that the author of a model set on a module, None if none."""
-    dtype = getattr(module, "dtype", None)
+def own_dtype(dtype: Any) -> DTypeLike | None:
+    """Return the dtype in the field `dtype` of a module, None if it has none."""
     try:
         return None if dtype is None else jnp.dtype(dtype).type
     except TypeError:  # a field of that name with another meaning

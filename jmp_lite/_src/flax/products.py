@@ -36,7 +36,9 @@ def warn(
     found = [eqn for eqn in eqns if eqn.primitive.name in names]
     operands = [v.aval.dtype for eqn in found for v in eqn.invars[:2]]
     reasons = collections.Counter(map(_why_not_fp8, found))
-    if kept and found and not any(map(dtypes.is_half, operands)):
+    computes = {jnp.dtype(of.policy.compute_dtype) for of in resolved.values()}
+    halves = set(filter(dtypes.is_half, computes))
+    if kept and found and halves.isdisjoint(operands):
         of = f"the {len(found)} matrix products of {what}"
         text = _no_half_message(of, kept, resolved[""].policy)
     elif any_fp8 and jaxpr is not None and not reasons[""]:

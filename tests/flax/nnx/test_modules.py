@@ -193,10 +193,42 @@ def test_another_policy_replaces_that_of_a_model(first, second):
     before = nnx.graphdef(given)
     again, expected = with_policy(given, second), with_policy(wide(), second)
     assert again.explain() == expected.explain()
-    assert again.own_dtypes == expected.own_dtypes
     x = np.ones((256, 256), np.float32)
     assert str(jax.make_jaxpr(again)(x)) == str(jax.make_jaxpr(expected)(x))
     assert nnx.graphdef(given) == before
+
+
+class Wrapped(nnx.Module):
+    def __init__(self, layer):
+        self.base = layer
+
+    def __call__(self, x):
+        return 2 * self.base(x)
+
+
+@pytest.mark.parametrize("first", ["mixed_float16", "mixed_bfloat16", "full"])
+@pytest.mark.parametrize("second", ["mixed_float16", "mixed_bfloat16", "full"])
+def test_a_policy_goes_from_layers_that_are_put_into_another_model(first, second):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.free = nnx.Linear(4, 4, rngs=rngs)
+            self.own = nnx.Linear(4, 4, dtype=jnp.float32, rngs=rngs)
+
+        def __call__(self, x):
+            return self.own(self.free(x))
+
+    def model():
+        return Model(nnx.Rngs(0))
+
+    changed, expected = with_policy(model(), first).model, model()
+    for wrapped in (changed, expected):
+        setattr(wrapped, "free", Wrapped(wrapped.free))  # noqa: B010 - of another type
+    assert str(jax.make_jaxpr(with_policy(changed, second))(X)) == str(
+        jax.make_jaxpr(with_policy(expected, second))(X)
+    )
+    changed.free.base.dtype = jnp.float64  # set since: it is the author's
+    rows = with_policy(changed, second).explain()
+    assert rows["free/base"].why == "its own dtype=f64"
 
 
 def test_split_and_merge_jit_and_vmap():

@@ -145,7 +145,8 @@ class PolicyInterceptor:
         path = "/".join(module.path)
         if path not in self.modules:
             self.modules[path] = type(module)
-            self._own_dtypes[path] = module_policies.own_dtype(module)
+            dtype = getattr(module, "dtype", None)
+            self._own_dtypes[path] = module_policies.own_dtype(dtype)
         return path
 
     def _casts_its_params(self, path: str) -> bool:

@@ -46,7 +46,8 @@ def with_policy(
     - Any other module gets its parameters in the compute dtype.
     - The outputs of the model have the output dtype of the default.
 
-    A model that `with_policy` returned gets the policy in place of the one it has.
+    A model that `with_policy` returned gets the policy in place of the one it has. So
+    do its layers in another model.
 
     The default policy does not override a `dtype` that the author of the model set on a
     module. A rule does, in the module that it matches and in all modules inside.
@@ -83,16 +84,16 @@ def with_policy(
     if not isinstance(model, nnx.Module):
         raise module_policies.not_a_module("an nnx", model)
     policies = ModulePolicies(policy, classes)
-    has_policy = isinstance(model, PolicyModule)
-    model = _without_policy(model) if has_policy else nnx.clone(model)
+    model = nnx.clone(model.model if isinstance(model, PolicyModule) else model)
     modules = _modules(model)
-    own_dtypes = {path: _own_dtype(module) for path, module in modules.items()}
-    resolved = policies.resolve(_classes(modules), own_dtypes)
+    for module in modules.values():
+        _take_policy_off(module)
+    resolved = _resolve(policies, modules)
     params = nnx.state(model, nnx.Param)
     nnx.update(model, cast_params(params, resolved, "param_dtype", resolved))
     for path, module in modules.items():
         _set_dtypes(module, resolved[path])
-    return PolicyModule(model, policies, own_dtypes)
+    return PolicyModule(model, policies)
 
 
 class PolicyModule(nnx.Module):
@@ -103,13 +104,11 @@ class PolicyModule(nnx.Module):
     Attributes:
       model: the module, with the dtypes of its layers set.
       policies: the rules that give each module its policy.
-      own_dtypes: path and `dtype` that the author set, before it was overridden.
     """
 
-    def __init__(self, model: Any, policies: ModulePolicies, own_dtypes: Any) -> None:
+    def __init__(self, model: Any, policies: ModulePolicies) -> None:
         self.model = model
         self.policies = policies
-        self.own_dtypes: tuple[Any, ...] = tuple(sorted(own_dtypes.items()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the model, in the output dtype of the default policy.
@@ -120,7 +119,7 @@ class PolicyModule(nnx.Module):
         device.
         """
         modules = _modules(self.model)
-        resolved = self.policies.resolve(_classes(modules), dict(self.own_dtypes))
+        resolved = _resolve(self.policies, modules)
         owners = params_by_module(nnx.state(self.model, nnx.Param), modules)
         cast_owners = {path for path in owners if not _has_dtype(modules[path])}
         # A copy is called, with parameters and inputs cast; then its changes of state
@@ -177,7 +176,7 @@ class PolicyModule(nnx.Module):
         shows them.
         """
         modules = dict(sorted(_modules(self.model).items()))
-        resolved = self.policies.resolve(_classes(modules), dict(self.own_dtypes))
+        resolved = _resolve(self.policies, modules)
         outputs = {
             path: (dtypes.dtype_name(resolved[path].compute_dtype),)
             for path, module in modules.items()
@@ -248,8 +247,26 @@ _NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.Instance
 _WEIGHT_NORMS = (nnx.WeightNorm, nnx.SpectralNorm)
 
 
-def _own_dtype(module: nnx.Module) -> DTypeLike | None:
-    dtype = module_policies.own_dtype(module)
+@dataclasses.dataclass(frozen=True)
+class _PolicyDtype:
+    """A `dtype` that a policy has set. It goes where the layer goes."""
+
+    dtype: DTypeLike | None
+    own: DTypeLike | None  # that the author set before
+
+
+def _resolve(
+    policies: ModulePolicies, modules: Mapping[str, Any]
+) -> dict[str, ModulePolicy]:
+    own_dtypes = {path: _own_dtype(module) for path, module in modules.items()}
+    return policies.resolve(_classes(modules), own_dtypes)
+
+
+def _own_dtype(module: Any) -> DTypeLike | None:
+    """Return the `dtype` that the author of a model set on a module, None if none."""
+    if _is_of_policy(module):
+        return module._policy_dtype.own
+    dtype = module_policies.own_dtype(getattr(module, "dtype", None))
     if isinstance(module, nnx.Embed) and dtype == module.embedding.dtype:
         return None  # flax sets it to the dtype of the table if the author set none
     return dtype
@@ -260,17 +277,21 @@ def _has_dtype(module: nnx.Module) -> bool:
     return "dtype" in vars(module)
 
 
-def _without_policy(model: PolicyModule) -> Any:
-    """Return a copy of the model as its author made it, but for param dtypes."""
-    copy, own_dtypes = nnx.clone(model.model), dict(model.own_dtypes)
-    for path, module in _modules(copy).items():
-        if path in own_dtypes and _has_dtype(module):
-            module.dtype = own_dtypes[path]
-        if _is_in_fp8(module):
-            _take_out_of_fp8(module)
-        if isinstance(getattr(module, "activation_fn", None), _InFloat32):
-            module.activation_fn = module.activation_fn.fun
-    return copy
+def _is_of_policy(module: Any) -> bool:
+    """Return whether the `dtype` of a layer is the one that a policy has set."""
+    of_policy = vars(module).get("_policy_dtype")
+    return of_policy is not None and of_policy.dtype == module.dtype
+
+
+def _take_policy_off(module: Any) -> None:
+    """Make a module what its author made it, but for param dtypes."""
+    if _is_of_policy(module):
+        module.dtype = module._policy_dtype.own
+        del module._policy_dtype
+    if _is_in_fp8(module):
+        _take_out_of_fp8(module)
+    if isinstance(getattr(module, "activation_fn", None), _InFloat32):
+        module.activation_fn = module.activation_fn.fun
 
 
 def _set_dtypes(module: Any, of: ModulePolicy) -> None:
@@ -281,11 +302,10 @@ def _set_dtypes(module: Any, of: ModulePolicy) -> None:
     if _has_dtype(module) and (is_overridden or (of.own_dtype is None and is_free)):
         is_weight_norm = issubclass(cls, _WEIGHT_NORMS)
         module.dtype = None if is_weight_norm else of.policy.compute_dtype
+        module._policy_dtype = _PolicyDtype(module.dtype, of.own_dtype)
     if of.is_fp8 and _takes_fp8(module):
         module.dot_general = fp8.large_dot_general
         module.promote_dtype = _keep_kernel
-    elif of.kept_dtype is None and _is_in_fp8(module):  # by another `with_policy`
-        _take_out_of_fp8(module)
     if is_overridden and issubclass(cls, nnx.SimpleCell):
         module.activation_fn = _InFloat32(module.activation_fn)
     if issubclass(cls, _NORMS) and module.promote_dtype is promote_dtype:
