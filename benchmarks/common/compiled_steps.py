@@ -262,4 +262,9 @@ STEPS: list[Step] = [
         Step("llama", "bfloat16", cast, layout="FSDP")
         for cast in (BY_HAND, GRAD_AUTOCAST, REDUCE_FLOAT32)
     ),
+    *(
+        step
+        for family in ("conformer", "convnext", "unet3d", "dit", "gnn", "pinn")
+        for step in _halves(family, BY_HAND, GRAD_AUTOCAST)
+    ),
 ]

@@ -77,7 +77,7 @@ class UNet(nn.Module):
         norm = functools.partial(nn.GroupNorm, self.groups, dtype=self.dtype)
         block = functools.partial(_Block, groups=self.groups, dtype=self.dtype)
         channels = x.shape[-1]
-        time = dense(4 * self.widths[0])(_sinusoids(times, self.widths[0]))
+        time = dense(4 * self.widths[0])(sinusoids(times, self.widths[0]))
         time = dense(4 * self.widths[0])(nn.silu(time))
 
         x = conv(self.widths[0])(x)
@@ -93,7 +93,7 @@ class UNet(nn.Module):
         x = block(self.widths[-1])(x, time)
         batch, height, width, features = x.shape
         y = norm()(x).reshape(batch, height * width, features)
-        y = _Attention(heads=1, dtype=self.dtype)(y)
+        y = Attention(heads=1, dtype=self.dtype)(y)
         x = x + y.reshape(x.shape)
         x = block(self.widths[-1])(x, time)
 
@@ -126,7 +126,7 @@ class _Block(nn.Module):
         return x + y
 
 
-def _sinusoids(times: jax.Array, width: int) -> jax.Array:
+def sinusoids(times: jax.Array, width: int) -> jax.Array:
     frequencies = jnp.exp(-jnp.log(10_000) * jnp.arange(width // 2) / (width // 2))
     angles = times[:, None] * frequencies[None]
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
@@ -169,13 +169,13 @@ class ViT(nn.Module):
         positions = self.param("positions", init, (1, *x.shape[1:]))
         x = x + positions.astype(x.dtype)
         for _ in range(self.layers):
-            x = x + _Attention(self.heads, self.dtype)(norm()(x))
+            x = x + Attention(self.heads, self.dtype)(norm()(x))
             y = nn.gelu(dense(4 * self.width)(norm()(x)), approximate=False)
             x = x + dense(self.width)(y)
         return dense(self.classes)(norm()(x)[:, 0])
 
 
-class _Attention(nn.Module):
+class Attention(nn.Module):
     heads: int
     dtype: Any
 
