@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common.image_models import Attention, sinusoids
+from benchmarks.common.image_models import _Attention, sinusoids
 
 
 class Conformer(nn.Module):
@@ -40,10 +40,11 @@ class Conformer(nn.Module):
         for _ in range(2):
             x = nn.relu(nn.Conv(self.width // 4, (3, 3), 2, dtype=self.dtype)(x))
         x = dense(self.width)(x.reshape(*x.shape[:2], -1))
-        for _ in range(self.layers):
+        for i in range(self.layers):
             y = nn.silu(dense(4 * self.width)(norm()(x)))
             x = x + 0.5 * dense(self.width)(y)
-            x = x + Attention(self.heads, self.dtype)(norm()(x))
+            attention = _Attention(self.heads, self.dtype, name=f"Attention_{i}")
+            x = x + attention(norm()(x))
             y = nn.glu(dense(2 * self.width)(norm()(x)))
             y = _depthwise(self.width, (self.kernel,), self.dtype)(y)
             x = x + dense(self.width)(nn.silu(norm()(y)))
@@ -151,10 +152,10 @@ class DiT(nn.Module):
         x = x.reshape(batch, -1, self.width)
         init = nn.initializers.normal(0.02)
         x = x + self.param("positions", init, (1, *x.shape[1:])).astype(x.dtype)
-        for _ in range(self.layers):
+        for i in range(self.layers):
             terms = jnp.split(zeros(6 * self.width)(context), 6, axis=-1)
-            y = Attention(self.heads, self.dtype)(norm(x, *terms[:2]))
-            x = x + terms[2] * y
+            attention = _Attention(self.heads, self.dtype, name=f"Attention_{i}")
+            x = x + terms[2] * attention(norm(x, *terms[:2]))
             y = nn.gelu(dense(4 * self.width)(norm(x, *terms[3:5])))
             x = x + terms[5] * dense(self.width)(y)
         terms = jnp.split(zeros(2 * self.width)(context), 2, axis=-1)

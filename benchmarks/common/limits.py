@@ -117,20 +117,19 @@ def _of_families() -> Limits:
         s: {"traffic": x, "peak": (1.08, 1.03)} for s, x in traffic.items()
     }
     for model, (of_traffic, peak) in _OTHERS.items():
-        for dtype in ("bfloat16", "float16"):
-            step = Step(model, dtype, GRAD_AUTOCAST)
-            found[step] = {"traffic": (of_traffic, None), "peak": (peak, None)}
+        step = Step(model, "bfloat16", GRAD_AUTOCAST)
+        found[step] = {"traffic": (of_traffic, None), "peak": (peak, None)}
     return found
 
 
-# Families that are compiled at size ci alone: traffic and peak, as measured. Why is in
-# benchmarks/README.md.
+# Of families that are compiled at size ci alone: traffic and peak, as measured, and a
+# little room. What is behind them is in benchmarks/README.md.
 _OTHERS = {
     "conformer": (1.04, 1.0),
-    "convnext": (1.05, 0.7),
-    "unet3d": (1.07, 1.07),
-    "dit": (1.06, 0.9),
-    "gnn": (1.12, 0.9),
+    "convnext": (1.045, 0.7),
+    "unet3d": (1.065, 1.07),
+    "dit": (1.055, 0.9),
+    "gnn": (1.11, 0.9),
     "pinn": (1.6, 1.01),
 }
 _SCALED = Step("transformer", "float16", BY_HAND, scaled=True)

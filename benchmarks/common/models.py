@@ -194,11 +194,10 @@ def _diffusion_loss(make_model: MakeModel) -> MakeLoss:
     def make_loss(dtype, sizes):
         model = make_model(sizes, dtype)
 
-        def loss(params, images, *rest):
-            *inputs, noise = rest  # times, and labels if there are any
-            signal = jnp.asarray(kept)[inputs[0]][:, None, None, None]
+        def loss(params, images, noise, times, *labels):
+            signal = jnp.asarray(kept)[times][:, None, None, None]
             noisy = jnp.sqrt(signal) * images + jnp.sqrt(1 - signal) * noise
-            predicted = model.apply({"params": params}, noisy, *inputs)
+            predicted = model.apply({"params": params}, noisy, times, *labels)
             return _squared_error(predicted, noise), ()
 
         return loss
@@ -418,26 +417,26 @@ def _mlp_shapes(sizes: Sizes) -> tuple[Any, ...]:
 
 
 def _shapes_of(make_model: MakeModel, make_batch: MakeShapes) -> MakeShapes:
-    """Return the shapes of a flax model, which takes the batch but for its last."""
+    """Return the shapes of a flax model, from those of what it takes and of a batch."""
 
     def make_shapes(sizes):
-        batch = make_batch(sizes)
-        model = make_model(sizes, "float32")
-        variables = model.init(jax.random.key(0), *batch[:-1])
+        inputs, batch = make_batch(sizes)
+        variables = make_model(sizes, "float32").init(jax.random.key(0), *inputs)
         return variables["params"], variables.get("batch_stats", ()), *batch
 
     return make_shapes
 
 
 def _labelled_images(sizes: Sizes) -> tuple[Any, ...]:
-    return _images(sizes), _integers(sizes["batch"])
+    images = _images(sizes)
+    return (images,), (images, _integers(sizes["batch"]))
 
 
 def _noisy_images(sizes: Sizes) -> tuple[Any, ...]:
-    """Return images, times, labels if there are classes, and noise."""
-    images, integers = _images(sizes), _integers(sizes["batch"])
-    labels = (integers,) if "classes" in sizes else ()
-    return images, integers, *labels, images
+    images = noise = _images(sizes)
+    times = labels = _integers(sizes["batch"])
+    given = (times, labels) if "classes" in sizes else (times,)
+    return (images, *given), (images, noise, *given)
 
 
 def _images(sizes: Sizes) -> jax.Array:
@@ -448,23 +447,25 @@ def _images(sizes: Sizes) -> jax.Array:
 def _speech(sizes: Sizes) -> tuple[Any, ...]:
     batch, frames = sizes["batch"], sizes["frames"]
     spectra = jnp.zeros((batch, frames, sizes["features"]))
-    return spectra, _integers(batch, frames // 4)
+    return (spectra,), (spectra, _integers(batch, frames // 4))
 
 
 def _volumes(sizes: Sizes) -> tuple[Any, ...]:
     shape = (sizes["batch"], *3 * [sizes["volume"]])
-    return jnp.zeros((*shape, 1)), _integers(*shape)
+    volumes = jnp.zeros((*shape, 1))
+    return (volumes,), (volumes, _integers(*shape))
 
 
 def _graph(sizes: Sizes) -> tuple[Any, ...]:
     nodes, edges = sizes["nodes"], sizes["edges"]
     senders = receivers = _integers(edges)
-    features = jnp.zeros((nodes, 12)), jnp.zeros((edges, 7))
-    return *features, senders, receivers, jnp.zeros((nodes, sizes["outputs"]))
+    graph = jnp.zeros((nodes, 12)), jnp.zeros((edges, 7)), senders, receivers
+    return graph, (*graph, jnp.zeros((nodes, sizes["outputs"])))
 
 
 def _points(sizes: Sizes) -> tuple[Any, ...]:
-    return 3 * (jnp.zeros((sizes["points"], 1)),)
+    times = places = forces = jnp.zeros((sizes["points"], 1))
+    return (times, places), (times, places, forces)
 
 
 def _integers(*shape: int) -> jax.Array:
