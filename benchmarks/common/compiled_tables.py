@@ -99,6 +99,8 @@ def small_families() -> Rows:
     found, rows = programs("h100", "ci"), []
     for model, title in TITLES.items():
         step = Step(model, "bfloat16", GRAD_AUTOCAST)
+        if str(step) not in found:
+            continue
         keys = _BYTES, _TRAFFIC, _PEAK, _KERNELS
         ratios = _ratios(found[str(step)], found[str(step.base)], *keys)
         rows.append({"": title} | ratios)

@@ -21,8 +21,9 @@ FAMILIES = [
     *_SMALL,
     *(pytest.param(x, marks=pytest.mark.full) for x in _LARGE),
 ]
-# Of the gradient in bfloat16. In a mixture a token may be sent to another expert.
-ERRORS = {"moe": 0.06}
+# Of the gradient in bfloat16. In a mixture a token may be sent to another expert; of
+# a window another voxel may be the largest.
+ERRORS = {"moe": 0.06, "unet3d": 0.1}
 # Products whose results nothing reads: of the forward passes under `jvp`.
 UNREAD = {"pinn": 2}
 
