@@ -48,9 +48,8 @@ _PROGRAMS: dict[str, str] = {
     },
     **{
         f"{device}-compiled/programs-ci": "benchmarks.programs"
-        for device in ("a100", "v100", "v5e")
+        for device in ("h100", "a100", "v100", "v5e")
     },
-    "h100-compiled/programs-ci": "benchmarks.programs --device h100",
     **{
         f"{device}-compiled/programs-full": (
             f"benchmarks.programs --device {device} --size full"
