@@ -131,7 +131,7 @@ def without_gradients(eqns: Sequence[Eqn]) -> set[Var]:
 
 
 def summed_backward(eqns: Sequence[Eqn], constant: Set[Var]) -> list[Var]:
-    """Return the inputs of activations behind norms or biases.
+    """Return inputs of activations behind norms or biases, and biased ones of norms.
 
     Their gradients are read twice: to be summed, for statistics and biases, and after
     that. To compute them twice costs more than to store them, so XLA does. That of a
@@ -159,4 +159,28 @@ def summed_backward(eqns: Sequence[Eqn], constant: Set[Var]) -> list[Var]:
         )
         for v in eqn.outvars if operands and (is_first or made_of) else ():
             summed[v] = v if is_first else made_of[0]
-    return [v for v in found if v not in steep]
+    return [*(v for v in found if v not in steep), *_biased_in_norms(eqns)]
+
+
+def _biased_in_norms(eqns: Sequence[Eqn]) -> list[Var]:
+    """Return sums of arrays and biases whose statistics are taken."""
+    in_statistics: set[Var] = set()  # what statistics are computed from
+    for eqn in reversed(eqns):
+        if is_reduction(eqn) or not in_statistics.isdisjoint(eqn.outvars):
+            in_statistics.update(variables(eqn.invars))
+    statistics: set[Var] = set()
+    found = []
+    for eqn in eqns:
+        (out, *_), operands = eqn.outvars, [*variables(eqn.invars)]
+        of_rows = [v for v in operands if v in statistics]
+        is_as_small = any(core.size(out) <= core.size(v) for v in of_rows)
+        if is_reduction(eqn) or is_as_small or (of_rows and of_rows == operands):
+            statistics.update(eqn.outvars)
+        arrays = [v for v in operands if core.size(v) >= core.size(out)]
+        has_bias = any(
+            core.is_float(v) and v not in (*arrays, *of_rows) for v in operands
+        )
+        is_biased = adds(eqn) and arrays and has_bias
+        if is_biased and core.is_f32(out) and out in in_statistics:
+            found.append(out)
+    return found
