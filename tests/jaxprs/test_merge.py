@@ -110,3 +110,10 @@ def test_derivatives_inside_of_a_loss_run_its_forward_pass_once(dtype):
     found, expected = jax.grad(half)(weights, points), jax.grad(loss)(weights, points)
     for x, y in zip(found, expected, strict=True):
         assert jnp.linalg.norm(x - y) < 0.05 * jnp.linalg.norm(y)
+
+
+def test_a_program_may_return_a_constant():
+    def fun(x):
+        return jnp.tanh(x) + jnp.tanh(x), 1.0
+
+    assert names(fun, X).count("tanh") == 1

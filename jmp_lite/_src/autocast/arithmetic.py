@@ -163,24 +163,27 @@ def summed_backward(eqns: Sequence[Eqn], constant: Set[Var]) -> list[Var]:
 
 
 def _biased_in_norms(eqns: Sequence[Eqn]) -> list[Var]:
-    """Return sums of arrays and biases whose statistics are taken."""
-    in_statistics: set[Var] = set()  # what statistics are computed from
-    for eqn in reversed(eqns):
-        if is_reduction(eqn) or not in_statistics.isdisjoint(eqn.outvars):
-            in_statistics.update(variables(eqn.invars))
-    statistics: set[Var] = set()
+    """Return sums of arrays and biases, of whose rows statistics are taken.
+
+    Not of a bias that is one number in each row: what takes the mean off makes its
+    gradient 0, which a sum of rounded numbers is not.
+    """
+    axes: dict[Var, set[int]] = {}  # that statistics of it are taken over
     found = []
-    for eqn in eqns:
+    for eqn in reversed(eqns):
         (out, *_), operands = eqn.outvars, [*variables(eqn.invars)]
-        of_rows = [v for v in operands if v in statistics]
-        is_as_small = any(core.size(out) <= core.size(v) for v in of_rows)
-        if is_reduction(eqn) or is_as_small or (of_rows and of_rows == operands):
-            statistics.update(eqn.outvars)
-        arrays = [v for v in operands if core.size(v) >= core.size(out)]
-        has_bias = any(
-            core.is_float(v) and v not in (*arrays, *of_rows) for v in operands
-        )
-        is_biased = adds(eqn) and arrays and has_bias
-        if is_biased and core.is_f32(out) and out in in_statistics:
+        if is_reduction(eqn):
+            for v in operands:
+                axes.setdefault(v, set()).update(eqn.params["axes"])
+            continue
+        of_out = axes.get(out)
+        if of_out is None or facts(eqn.primitive.name) & Fact.PERMUTES:
+            continue
+        arrays = [v for v in operands if v.aval.shape == out.aval.shape]
+        for v in arrays:
+            axes.setdefault(v, set()).update(of_out)
+        biases = [v.aval.shape for v in operands if v not in arrays and v.aval.ndim]
+        varies = any(shape[axis] > 1 for shape in biases for axis in of_out)
+        if arrays and varies and adds(eqn) and core.is_f32(out):
             found.append(out)
     return found

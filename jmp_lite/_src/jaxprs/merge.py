@@ -25,6 +25,7 @@ def merge_equal(closed: ClosedJaxpr) -> ClosedJaxpr:
         opened = compat.open_jaxpr(jaxpr)
         first: dict[Hashable, Eqn] = {}
         same: dict[Var, Var] = {}
+        returned = set(core.variables(opened.outvars))
         made, is_changed = [], False
         for eqn in opened.eqns:
             operands = [
@@ -37,7 +38,7 @@ def merge_equal(closed: ClosedJaxpr) -> ClosedJaxpr:
                 eqn = core.map_jaxprs(eqn, merged)
             is_changed |= eqn is not before
             equal = first.setdefault(_key(eqn), eqn)
-            if equal is not eqn and not set(eqn.outvars) & set(opened.outvars):
+            if equal is not eqn and returned.isdisjoint(eqn.outvars):
                 same.update(zip(eqn.outvars, equal.outvars, strict=True))
                 is_changed = True
                 continue
