@@ -182,8 +182,9 @@ def _biased_in_norms(eqns: Sequence[Eqn]) -> list[Var]:
         arrays = [v for v in operands if v.aval.shape == out.aval.shape]
         for v in arrays:
             axes.setdefault(v, set()).update(of_out)
-        biases = [v.aval.shape for v in operands if v not in arrays and v.aval.ndim]
-        varies = any(shape[axis] > 1 for shape in biases for axis in of_out)
+        others = [v.aval.shape for v in operands if v not in arrays]
+        biases = [shape for shape in others if len(shape) == out.aval.ndim]
+        varies = any(shape[axis] != 1 for shape in biases for axis in of_out)
         if arrays and varies and adds(eqn) and core.is_f32(out):
             found.append(out)
     return found
