@@ -58,7 +58,8 @@ def _replaced(operands: Sequence[Var], by: Mapping[Var, Var]) -> list[Var]:
 
 
 def _computes(eqn: Eqn) -> bool:
-    return eqn.primitive.name != CAST and not facts(eqn.primitive.name) & Fact.MOVES
+    is_copy = eqn.primitive.name == CAST or facts(eqn.primitive.name) & Fact.MOVES
+    return not is_copy or not any(map(core.is_float, eqn.outvars))
 
 
 def _read(eqns: Sequence[Eqn], returned: Set[Var]) -> list[Eqn]:
