@@ -117,16 +117,3 @@ def test_a_program_may_return_a_constant():
         return jnp.tanh(x) + jnp.tanh(x), 1.0
 
     assert names(fun, X).count("tanh") == 1
-
-
-def test_moves_and_casts_stay_and_what_they_lead_to_is_merged():
-    def fun(w, x):
-        def half(i):
-            return w[i].astype(jnp.bfloat16)
-
-        return jnp.tanh(half(1)) * half(1) + jnp.tanh(half(1))
-
-    found = names(fun, jnp.ones((2, 8)), X)
-    assert found.count("tanh") == 1
-    # One for both `tanh`, and one for the product.
-    assert found.count("slice") == found.count("convert_element_type") == 2
