@@ -45,11 +45,19 @@ def test_in_calls_and_loops(change):
         lambda x: jnp.tanh(x) + jnp.tanh(jax.lax.optimization_barrier(x)),
         lambda x: sum(jax.checkpoint(jnp.tanh)(x) for _ in range(2)),
         lambda x: jnp.tanh(x) + jnp.tanh(2 * x),
+        lambda x: sum(jnp.tanh(x.astype(jnp.bfloat16)) for _ in range(2)),
     ],
-    ids=["returned", "barrier", "checkpoint", "other"],
+    ids=["returned", "barrier", "checkpoint", "other", "cast to half"],
 )
 def test_what_stays_apart(fun):
     assert names(fun, X).count("tanh") == 2
+
+
+def test_random_numbers_that_the_device_draws_are_drawn_twice():
+    def fun(x):
+        return sum(jax.lax.rng_uniform(0.0, 1.0, x.shape) for _ in range(2))
+
+    assert names(fun, X).count("rng_uniform") == 2
 
 
 def test_scopes_may_have_policies_of_their_own():

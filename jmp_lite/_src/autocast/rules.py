@@ -361,11 +361,11 @@ class Move(Rule):
         if sums.is_lookup(eqn) and ins[0] == INPUT:
             return _is_rounded(use)
         # It moves half the bytes if it is cast before. What drops numbers would cast
-        # more than it has to, and what repeats them sums in its transpose. A weight is
-        # cast where a product reads it: the gradients of all that read it are summed in
-        # float32.
+        # more than it has to, and what repeats them sums in its transpose. A weight of
+        # another shape moves no bytes. It is cast where a product reads it: the
+        # gradients of all that read it are summed in float32.
         known = facts(eqn.primitive.name)
-        if ins[0] == INPUT and not known & Fact.SENDS:
+        if known & Fact.IN_ORDER and ins[0] == INPUT:
             return False
         return bool(known & Fact.PERMUTES) and use == Use.HALF
 

@@ -10,11 +10,11 @@ from collections.abc import Hashable
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import control_flow, core, name_scopes
 from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var
-from jmp_lite._src.jaxprs.primitives import CHECKPOINTS
+from jmp_lite._src.jaxprs.primitives import CAST, CHECKPOINTS
 from jmp_lite._src.jaxprs.structure import constant, hashable
 
-# What is there to be computed again, or to stay apart.
-_APART = frozenset({*CHECKPOINTS, "optimization_barrier"})
+# What is there to be computed again, or to stay apart, or differs each time.
+_APART = frozenset({*CHECKPOINTS, "optimization_barrier", "rng_uniform"})
 
 
 def merge_equal(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -49,8 +49,12 @@ def merge_equal(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _key(eqn: Eqn) -> Hashable:
-    """Return what is equal for equations that compute the same in the same scope."""
-    if eqn.effects or eqn.primitive.name in _APART:
+    """Return what is equal for equations that compute the same in the same scope.
+
+    Casts to half stay apart: the gradient of each is rounded, and their sum is not.
+    """
+    name = eqn.primitive.name
+    if eqn.effects or name in _APART or (name == CAST and core.is_half(eqn.outvars[0])):
         return id(eqn)
     operands = tuple(
         (constant(v.val), v.aval) if compat.is_literal(v) else v for v in eqn.invars

@@ -104,9 +104,6 @@ class Fact:
     MULTIPLIES = 1 << 21
     """Multiplies numbers of an operand with one another: their relative errors add."""
 
-    SENDS = 1 << 22
-    """Numbers of the result come from other devices."""
-
 
 class Primitive(NamedTuple):
     """What is known of one primitive."""
@@ -186,10 +183,7 @@ _TABLE: dict[tuple[str, str], tuple[tuple[int, str], ...]] = {
         (_EACH | _IN_ORDER, "stop_gradient"),
         (_IN_ORDER, "name optimization_barrier"),
         (_IN_ORDER, "pvary pbroadcast device_put sharding_constraint"),
-        (
-            _PERMUTES | Fact.SENDS,
-            "all_gather all_gather_invariant all_to_all ppermute",
-        ),
+        (_PERMUTES, "all_gather all_gather_invariant all_to_all ppermute"),
         (Fact.FRACTION, "argmax argmin"),
         (0, "reduce_and reduce_or"),
         (_EACH | Fact.COMPARES, "eq ne lt le gt ge"),
