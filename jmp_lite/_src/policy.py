@@ -376,9 +376,8 @@ class PolicyMap:
         if self.allow_unused:
             return
         patterns = [pattern for pattern, _ in self.rules]
-        check_patterns(
-            patterns, paths, f"{remedy} (allow_unused=True disables this check.)"
-        )
+        remedy += " (allow_unused=True in a PolicyMap disables this check.)"
+        check_patterns(patterns, paths, remedy)
 
     def fitted(self, paths: Iterable[str], model: str = "") -> "PolicyMap":
         """Return a map with the same policies, whose patterns match these paths.

@@ -32,8 +32,14 @@ def test_a_pattern_that_matches_no_scope_names_the_nearest() -> None:
             return x @ w
 
     policy = PolicyMap(BF16, {"decoder/layer0": "float32"})
-    said = "'decoder/layer0' matches no path(.|\n)*decoder/layer_0"
-    with pytest.raises(ValueError, match=said):
+    said = (
+        "The pattern 'decoder/layer0' matches no path. A pattern must match a whole "
+        "path; the nearest are ['decoder/layer_0', 'decoder']. Paths are name scopes: "
+        "enter one around what is meant with jax.named_scope; modules of flax.linen "
+        "enter one each, of nnx none. (allow_unused=True in a PolicyMap disables this "
+        "check.)"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         autocast(model, policy)(W, X)
 
 
@@ -167,7 +173,7 @@ def test_a_pattern_for_a_function_without_scopes_says_that_it_has_none(
             " If with_policy gave nnx modules this map, pass its default here: "
             "'p=full,c=bf16,o=full'."
         )
-    said += " (allow_unused=True disables this check.)"
+    said += " (allow_unused=True in a PolicyMap disables this check.)"
     with pytest.raises(ValueError, match=re.escape(said)):
         call(wrap(product), policy)(W, X)
 

@@ -288,6 +288,9 @@ def test_a_step_over_layers_is_right_but_where_autocast_is_forgotten(policy, is_
     report = lint(step, policy)(*args)
     expected = [] if is_cast else ["not-in-half"]
     assert [f.rule for f in report.findings] == expected, str(report)
+    for found in report.findings:
+        assert "autocast(loss_fn, policy)" in found.fix
+        assert "nnx.with_policy(model, policy)" in found.fix
 
 
 def test_decay_before_a_trust_ratio_is_found() -> None:

@@ -267,12 +267,13 @@ class Regions:
     def check_unused(self, name: str, remedy: str = "") -> None:
         """Raise a ValueError if a pattern of the policy matches none of the paths."""
         if isinstance(self.policy, PolicyMap):
+            found = "Paths are name scopes"
             if not any(self.paths):
-                remedy = (
-                    f" {name} has no name scope: enter one around what is meant with "
-                    "jax.named_scope; modules of flax.linen enter one each, of nnx "
-                    f"none.{remedy}"
-                )
+                found = f"{name} has no name scope"
+            remedy = (
+                f" {found}: enter one around what is meant with jax.named_scope; "
+                f"modules of flax.linen enter one each, of nnx none.{remedy}"
+            )
             self.policy.check_unused(sorted(self.paths), remedy)
 
     def _find_region(self, path: str) -> Region:

@@ -24,7 +24,8 @@ _ROUND_UP = "Round the vocabulary, hidden size or batch up to a multiple."
     "not-in-half",
     "error",
     "The policy does nothing: the step takes the time and the memory of float32.",
-    "Differentiate autocast(loss_fn, policy), or cast parameters and inputs.",
+    "Differentiate autocast(loss_fn, policy), or cast parameters and inputs; of an nnx "
+    "module, take jmp_lite.nnx.with_policy(model, policy).",
     is_once=True,
 )
 def _not_in_half(value: Value, program: Program) -> str | None:
