@@ -41,7 +41,9 @@ CPU_NOTE = (
 
 FLOAT32, TF32 = "float32", "TF32"
 Model = enum.StrEnum(  # of `MODELS`
-    "Model", "transformer mlp cnn unet vit llama moe lstm llama_in_a_scan"
+    "Model",
+    "transformer mlp cnn unet vit llama moe lstm llama_in_a_scan "
+    "conformer convnext unet3d dit gnn pinn",
 )
 Dtype = enum.StrEnum("Dtype", "bfloat16 float16 fp8")
 HALVES = [Dtype.bfloat16, Dtype.float16]

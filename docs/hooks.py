@@ -21,6 +21,7 @@ _INCLUDED = {
     "changelog.md": (_CHANGELOG, None),
     "benchmarks.md": (_BENCHMARKS, ("", "train_step", "memory", "Run them yourself")),
     "benchmarks/programs.md": (_BENCHMARKS, ("programs",)),
+    "benchmarks/families.md": (_BENCHMARKS, ("Families of models",)),
     "benchmarks/losses.md": (
         _BENCHMARKS,
         (

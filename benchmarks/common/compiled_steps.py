@@ -262,4 +262,10 @@ STEPS: list[Step] = [
         Step("llama", "bfloat16", cast, layout="FSDP")
         for cast in (BY_HAND, GRAD_AUTOCAST, REDUCE_FLOAT32)
     ),
+    # In float16 they have the same plan.
+    *(
+        Step(family, "bfloat16", cast)
+        for family in ("conformer", "convnext", "unet3d", "dit", "gnn", "pinn")
+        for cast in (BY_HAND, GRAD_AUTOCAST)
+    ),
 ]

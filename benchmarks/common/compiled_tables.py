@@ -83,14 +83,32 @@ def families() -> Rows:
     found, rows = programs("h100"), []
     for model in TITLES.keys() - {"mlp"}:
         step, row = Step(model, "bfloat16", GRAD_AUTOCAST), {"": TITLES[model]}
+        if str(step) not in found:
+            continue  # compiled at size ci alone
         for of, suffix in ((step, ""), (step.base, " by hand")):
             figures = found[str(of)]
             row[f"main memory, GB{suffix}"] = f"{figures[_TRAFFIC] / 1e9:.1f}"
             row[f"peak, GiB{suffix}"] = f"{figures[_PEAK] / 2**30:.2f}"
         ratios = _ratios(found[str(step)], found[str(step.base)], _TRAFFIC, _PEAK)
         rows.append(row | {f"{title}, ×": x for title, x in ratios.items()})
-    times = [f"{_COLUMNS[key]}, ×" for key in (_TRAFFIC, _PEAK)]
-    return sorted(rows, key=lambda row: -max(float(row[title]) for title in times))
+    return _worst_first(rows, *(f"{_COLUMNS[key]}, ×" for key in (_TRAFFIC, _PEAK)))
+
+
+def small_families() -> Rows:
+    """Every model of size ci by autocast over casts by hand, the worst first."""
+    found, rows = programs("h100", "ci"), []
+    for model, title in TITLES.items():
+        step = Step(model, "bfloat16", GRAD_AUTOCAST)
+        if str(step) not in found:
+            continue
+        keys = _BYTES, _TRAFFIC, _PEAK, _KERNELS
+        ratios = _ratios(found[str(step)], found[str(step.base)], *keys)
+        rows.append({"": title} | ratios)
+    return _worst_first(rows, _COLUMNS[_TRAFFIC], _COLUMNS[_PEAK])
+
+
+def _worst_first(rows: Rows, *columns: str) -> Rows:
+    return sorted(rows, key=lambda row: -max(float(row[x]) for x in columns))
 
 
 def autocast_cost() -> Rows:
@@ -359,6 +377,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     "programs_float32": over_float32,
     "autocast_cost": autocast_cost,
     "families": families,
+    "small_families": small_families,
     "collectives": collectives,
     "float32_gradients": float32_gradients,
     "fp8": fp8,

@@ -77,7 +77,7 @@ class UNet(nn.Module):
         norm = functools.partial(nn.GroupNorm, self.groups, dtype=self.dtype)
         block = functools.partial(_Block, groups=self.groups, dtype=self.dtype)
         channels = x.shape[-1]
-        time = dense(4 * self.widths[0])(_sinusoids(times, self.widths[0]))
+        time = dense(4 * self.widths[0])(sinusoids(times, self.widths[0]))
         time = dense(4 * self.widths[0])(nn.silu(time))
 
         x = conv(self.widths[0])(x)
@@ -126,7 +126,7 @@ class _Block(nn.Module):
         return x + y
 
 
-def _sinusoids(times: jax.Array, width: int) -> jax.Array:
+def sinusoids(times: jax.Array, width: int) -> jax.Array:
     frequencies = jnp.exp(-jnp.log(10_000) * jnp.arange(width // 2) / (width // 2))
     angles = times[:, None] * frequencies[None]
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)

@@ -5,6 +5,8 @@ reads them, and what is between products; statistics of norms, softmax and the l
 float32.
 """
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import transformer
-from benchmarks.common.image_models import ResNet, UNet, ViT
+from benchmarks.common import families, image_models, transformer
 from benchmarks.common.transformer import cross_entropy
 from jmp_lite.linen import with_policy
 
 # Every model takes `(params, *batch)` and returns a loss and what is to be kept.
 Loss = Callable[..., tuple[jax.Array, Any]]
 Sizes = dict[str, Any]  # of a model
+MakeLoss = Callable[[str, Sizes], Loss]  # of a dtype
+MakeModel = Callable[[Sizes, str], Any]  # a flax module, of a dtype
+MakeShapes = Callable[[Sizes], tuple[Any, ...]]
 
 _TRANSFORMER = {
     "layers": (1, 1, 6),
@@ -70,6 +74,52 @@ _SIZES: dict[str, dict[str, tuple[Any, ...]]] = {
         "steps": (8, 16, 128),
     },
     "llama in a scan": _LLAMA,
+    "conformer": {
+        "layers": (1, 1, 16),
+        "width": (32, 192, 256),
+        "heads": (2, 3, 4),
+        "kernel": (7, 31, 31),
+        "classes": (16, 256, 1024),
+        "batch": (2, 8, 16),
+        "frames": (32, 1024, 1600),
+        "features": (16, 80, 80),
+    },
+    "convnext": {
+        "blocks": ((1, 1), (1, 1), (3, 3, 9, 3)),
+        "widths": ((8, 16), (32, 64), (96, 192, 384, 768)),
+        "classes": (10, 10, 1000),
+        "image": (16, 64, 224),
+        "batch": (4, 32, 64),
+    },
+    "unet3d": {
+        "widths": ((4, 8), (16, 32), (32, 64, 128, 256)),
+        "groups": (2, 8, 8),
+        "classes": (10, 3, 3),
+        "volume": (8, 32, 128),
+        "batch": (2, 2, 2),
+    },
+    "dit": {  # DiT-S/2
+        "layers": (1, 1, 12),
+        "width": (32, 192, 384),
+        "heads": (2, 3, 6),
+        "patch": (2, 2, 2),
+        "classes": (10, 10, 1000),
+        "image": (8, 16, 32),
+        "channels": (4, 4, 4),
+        "batch": (2, 32, 64),
+    },
+    "gnn": {
+        "steps": (1, 1, 15),
+        "width": (16, 128, 128),
+        "outputs": (3, 3, 3),
+        "nodes": (32, 2048, 16384),
+        "edges": (64, 8192, 98304),
+    },
+    "pinn": {
+        "layers": (2, 3, 8),
+        "width": (16, 128, 256),
+        "points": (32, 8192, 65536),
+    },
 }
 # Of a size, those of each model.
 SIZES: dict[str, dict[str, Sizes]] = {
@@ -120,27 +170,68 @@ def cnn_loss(dtype: str, sizes: Sizes, policy: str = "") -> Loss:
     return loss
 
 
-def unet_loss(dtype: str, sizes: Sizes) -> Loss:
+def _loss_of(
+    make_model: MakeModel, error: Callable[..., jax.Array] = cross_entropy
+) -> MakeLoss:
+    """Return the loss of a model whose batch ends with what it is to return."""
+
+    def make_loss(dtype, sizes):
+        model = make_model(sizes, dtype)
+
+        def loss(params, *batch):
+            *inputs, target = batch
+            return error(model.apply({"params": params}, *inputs), target), ()
+
+        return loss
+
+    return make_loss
+
+
+def _diffusion_loss(make_model: MakeModel) -> MakeLoss:
     """Return the mean squared error of the noise at 1000 levels of it."""
-    model = _unet(sizes, jnp.dtype(dtype))
     kept = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000)).astype(np.float32)
 
-    def loss(params, images, noise, times):
-        signal = jnp.asarray(kept)[times][:, None, None, None]
-        noisy = jnp.sqrt(signal) * images + jnp.sqrt(1 - signal) * noise
-        predicted: Any = model.apply({"params": params}, noisy, times)
-        return jnp.mean((predicted.astype(jnp.float32) - noise) ** 2), ()
+    def make_loss(dtype, sizes):
+        model = make_model(sizes, dtype)
 
-    return loss
+        def loss(params, images, noise, times, *labels):
+            signal = jnp.asarray(kept)[times][:, None, None, None]
+            noisy = jnp.sqrt(signal) * images + jnp.sqrt(1 - signal) * noise
+            predicted = model.apply({"params": params}, noisy, times, *labels)
+            return _squared_error(predicted, noise), ()
+
+        return loss
+
+    return make_loss
 
 
-def vit_loss(dtype: str, sizes: Sizes) -> Loss:
-    model = _vit(sizes, jnp.dtype(dtype))
+def _pinn_loss(make_model: MakeModel) -> MakeLoss:
+    """Return the mean squared error of `u_t + u u_x - 0.01 u_xx`, as Burgers has it."""
 
-    def loss(params, images, labels):
-        return cross_entropy(model.apply({"params": params}, images), labels), ()
+    def make_loss(dtype, sizes):
+        model = make_model(sizes, dtype)
 
-    return loss
+        def loss(params, times, places, forces):
+            def u(times, places):
+                return model.apply({"params": params}, times, places)
+
+            one = jnp.ones_like(times)
+
+            def slope(places):
+                return jax.jvp(lambda x: u(times, x), (places,), (one,))[1]
+
+            value, by_time = jax.jvp(lambda t: u(t, places), (times,), (one,))
+            by_place, curvature = jax.jvp(slope, (places,), (one,))
+            residual = by_time + value * by_place - 0.01 * curvature
+            return _squared_error(residual, forces), ()
+
+        return loss
+
+    return make_loss
+
+
+def _squared_error(predicted: Any, target: Any) -> jax.Array:
+    return jnp.mean((predicted.astype(jnp.float32) - target) ** 2)
 
 
 def llama_loss(
@@ -302,19 +393,10 @@ def _experts(x, layer, sizes):
     return jnp.einsum("bsec,becd->bsd", combine, h), balance
 
 
-def _resnet(sizes: Sizes, dtype: str) -> ResNet:
+def _resnet(sizes: Sizes, dtype: str) -> image_models.ResNet:
     # In float32 the dtypes are those of the inputs, which a policy may cast.
     half = None if dtype == "float32" else jnp.dtype(dtype)
-    return ResNet(sizes["blocks"], sizes["width"], sizes["classes"], half)
-
-
-def _unet(sizes: Sizes, dtype: Any) -> UNet:
-    return UNet(sizes["widths"], sizes["blocks"], sizes["groups"], dtype)
-
-
-def _vit(sizes: Sizes, dtype: Any) -> ViT:
-    names = ("layers", "width", "heads", "patch", "classes")
-    return ViT(**{name: sizes[name] for name in names}, dtype=dtype)
+    return image_models.ResNet(sizes["blocks"], sizes["width"], sizes["classes"], half)
 
 
 # Shapes: of the parameters, of what is kept from step to step, and of the batch.
@@ -331,20 +413,63 @@ def _mlp_shapes(sizes: Sizes) -> tuple[Any, ...]:
         (jnp.zeros((n, m)), jnp.zeros(m))
         for n, m in zip(widths[:-1], widths[1:], strict=True)
     ]
-    return params, (), jnp.zeros((batch, 784)), jnp.zeros(batch, jnp.int32)
+    return params, (), jnp.zeros((batch, 784)), _integers(batch)
 
 
-def _image_shapes(make_model: Callable[..., Any]) -> Callable[[Sizes], tuple[Any, ...]]:
+def _shapes_of(make_model: MakeModel, make_batch: MakeShapes) -> MakeShapes:
+    """Return the shapes of a flax model, from those of what it takes and of a batch."""
+
     def make_shapes(sizes):
-        images = jnp.zeros((sizes["batch"], sizes["image"], sizes["image"], 3))
-        integers = jnp.zeros(sizes["batch"], jnp.int32)  # labels, or times
-        is_unet = make_model is _unet
-        inputs = (images, integers) if is_unet else (images,)
+        inputs, batch = make_batch(sizes)
         variables = make_model(sizes, "float32").init(jax.random.key(0), *inputs)
-        batch = (images, images, integers) if is_unet else (images, integers)
         return variables["params"], variables.get("batch_stats", ()), *batch
 
     return make_shapes
+
+
+def _labelled_images(sizes: Sizes) -> tuple[Any, ...]:
+    images = _images(sizes)
+    return (images,), (images, _integers(sizes["batch"]))
+
+
+def _noisy_images(sizes: Sizes) -> tuple[Any, ...]:
+    images = noise = _images(sizes)
+    times = labels = _integers(sizes["batch"])
+    given = (times, labels) if "classes" in sizes else (times,)
+    return (images, *given), (images, noise, *given)
+
+
+def _images(sizes: Sizes) -> jax.Array:
+    side, channels = sizes["image"], sizes.get("channels", 3)
+    return jnp.zeros((sizes["batch"], side, side, channels))
+
+
+def _speech(sizes: Sizes) -> tuple[Any, ...]:
+    batch, frames = sizes["batch"], sizes["frames"]
+    spectra = jnp.zeros((batch, frames, sizes["features"]))
+    return (spectra,), (spectra, _integers(batch, frames // 4))
+
+
+def _volumes(sizes: Sizes) -> tuple[Any, ...]:
+    shape = (sizes["batch"], *3 * [sizes["volume"]])
+    volumes = jnp.zeros((*shape, 1))
+    return (volumes,), (volumes, _integers(*shape))
+
+
+def _graph(sizes: Sizes) -> tuple[Any, ...]:
+    nodes, edges = sizes["nodes"], sizes["edges"]
+    senders = receivers = _integers(edges)
+    graph = jnp.zeros((nodes, 12)), jnp.zeros((edges, 7)), senders, receivers
+    return graph, (*graph, jnp.zeros((nodes, sizes["outputs"])))
+
+
+def _points(sizes: Sizes) -> tuple[Any, ...]:
+    times = places = forces = jnp.zeros((sizes["points"], 1))
+    return (times, places), (times, places, forces)
+
+
+def _integers(*shape: int) -> jax.Array:
+    return jnp.zeros(shape, jnp.int32)
 
 
 def _llama_shapes(sizes: Sizes) -> tuple[Any, ...]:
@@ -391,20 +516,42 @@ def _lstm_shapes(sizes: Sizes) -> tuple[Any, ...]:
 
 
 def _tokens(sizes: Sizes) -> jax.Array:
-    return jnp.zeros((sizes["batch"], sizes["length"]), jnp.int32)
+    return _integers(sizes["batch"], sizes["length"])
 
 
+def _flax(
+    module: Any,
+    make_batch: MakeShapes,
+    loss_of: Callable[[MakeModel], MakeLoss] = _loss_of,
+) -> tuple[MakeLoss, MakeShapes]:
+    """Return the loss of a flax model, and its shapes; its fields are its sizes."""
+    names = {field.name for field in dataclasses.fields(module)}
+
+    def make_model(sizes, dtype):
+        fields = {name: value for name, value in sizes.items() if name in names}
+        return module(**fields, dtype=jnp.dtype(dtype))
+
+    return loss_of(make_model), _shapes_of(make_model, make_batch)
+
+
+_regression = functools.partial(_loss_of, error=_squared_error)
 # Name -> its loss for a dtype and sizes; its shapes.
-MODELS: dict[str, tuple[Callable[..., Loss], Callable[[Sizes], tuple[Any, ...]]]] = {
+MODELS: dict[str, tuple[Callable[..., Loss], MakeShapes]] = {
     "transformer": (transformer_loss, _transformer_shapes),
     "mlp": (mlp_loss, _mlp_shapes),
-    "cnn": (cnn_loss, _image_shapes(_resnet)),
-    "unet": (unet_loss, _image_shapes(_unet)),
-    "vit": (vit_loss, _image_shapes(_vit)),
+    "cnn": (cnn_loss, _shapes_of(_resnet, _labelled_images)),
+    "unet": _flax(image_models.UNet, _noisy_images, _diffusion_loss),
+    "vit": _flax(image_models.ViT, _labelled_images),
     "llama": (llama_loss, _llama_shapes),
     "moe": (llama_loss, _llama_shapes),
     "lstm": (lstm_loss, _lstm_shapes),
     "llama in a scan": (llama_loss, _scanned_llama_shapes),
+    "conformer": _flax(families.Conformer, _speech),
+    "convnext": _flax(families.ConvNeXt, _labelled_images),
+    "unet3d": _flax(families.UNet3D, _volumes),
+    "dit": _flax(families.DiT, _noisy_images, _diffusion_loss),
+    "gnn": _flax(families.MeshGraphNet, _graph, _regression),
+    "pinn": _flax(families.Field, _points, _pinn_loss),
 }
 # Their names on the pages.
 TITLES = {
@@ -417,4 +564,10 @@ TITLES = {
     "moe": "mixture of experts",
     "lstm": "LSTM",
     "llama in a scan": "Llama in a scan",
+    "conformer": "conformer",
+    "convnext": "ConvNeXt",
+    "unet3d": "3D U-Net",
+    "dit": "DiT",
+    "gnn": "graph network",
+    "pinn": "PINN",
 }

@@ -77,7 +77,7 @@ def test_what_the_program_writes_wins(half, around):
     def fun(w):
         written = jnp.dot(w, w, precision="highest")
         with jax.default_matmul_precision("highest"):
-            return written, w @ w, w @ (w @ w)
+            return written, w.T @ w, w @ (w @ w.T)
 
     with jax.default_matmul_precision(around):
         with pytest.warns(UserWarning, match="4 × a precision the program chose"):

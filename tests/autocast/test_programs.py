@@ -1,6 +1,7 @@
 """Every program of the corpus holds up under autocast, in both kinds of half."""
 
 import functools
+from collections import Counter
 from typing import Any
 
 import bitwise
@@ -131,13 +132,15 @@ class Checks:
 
     def casts(self) -> None:
         plain = jaxprs.wasted_casts(self.jaxpr(self.plain.jitted))
-        assert jaxprs.wasted_casts(self.jaxpr(self.jitted)) == plain
+        found = jaxprs.wasted_casts(self.jaxpr(self.jitted))
+        assert Counter(found) <= Counter(plain)  # what is equal is merged
 
     def grad_casts(self) -> None:
         # Of autocast(grad(f)): the backward pass of grad(autocast(f)) is JAX's, where
         # two products that share a cotangent cast it twice.
         plain = jaxprs.wasted_casts(self.jaxpr(self.plain.jitted_grad, SIGNED))
-        assert jaxprs.wasted_casts(self.jaxpr(self.inner_grad, SIGNED)) == plain
+        found = jaxprs.wasted_casts(self.jaxpr(self.inner_grad, SIGNED))
+        assert Counter(found) <= Counter(plain)
 
     def identity(self) -> None:
         fun, args = self.plain.fun, self.plain.args

@@ -592,3 +592,27 @@ def test_gradients_of_logits_are_not_stored():
     jaxpr = jaxprs.trace(grad, jnp.ones((16, 64)), jnp.ones((8, 16)))
     barriers = jaxprs.equations(jaxpr, "optimization_barrier")
     assert (8, 64) not in [v.aval.shape for eqn in barriers for v in eqn.outvars]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_gradient_of_a_biased_product_is_stored_once_in_front_of_a_norm(dtype):
+    """The bias sums it, and two products read it."""
+
+    def loss(w, b, x):
+        h = x @ w + b
+        h = h - jnp.mean(h, -1, keepdims=True)
+        h = h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
+        return jnp.mean(jnp.tanh(h @ w.T))
+
+    rng = np.random.default_rng(0)
+    shapes = (16, 64), (64,), (8, 16)
+    arrays = [jnp.asarray(rng.normal(size=s), jnp.float32) / 4 for s in shapes]
+    half = autocast(loss, f"mixed_{dtype}")
+    barriers = jaxprs.equations(
+        jaxprs.trace(jax.grad(half), *arrays), "optimization_barrier"
+    )
+    stored = [(v.aval.shape, v.aval.dtype) for eqn in barriers for v in eqn.outvars]
+    assert ((8, 64), jnp.dtype(dtype)) in stored
+    _, found = gradients(half, *arrays)
+    for x, exact in zip(found, exact_gradients(loss, *arrays), strict=True):
+        assert np.linalg.norm(x - exact) < 0.02 * np.linalg.norm(exact)

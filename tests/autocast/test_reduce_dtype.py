@@ -78,7 +78,8 @@ def test_values_are_the_same_and_gradients_are_not_rounded(name, half):
     value, plain = jit(jax.value_and_grad(rounded))(WS, X)
     same, grads = jit(jax.value_and_grad(accumulated))(WS, X)
     bitwise.assert_same(same, value)
-    assert is_rounded(plain, HALF[half]) or name == "ragged"
+    # XLA for CPUs leaves out some casts to bfloat16 and back.
+    assert is_rounded(plain, HALF[half]) or name in ("ragged", "convolution")
     assert not is_rounded(grads, HALF[half])
     expected = jax.jit(jax.grad(fun))(WS, X)
     assert grads.dtype == jnp.float32

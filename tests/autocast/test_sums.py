@@ -313,3 +313,23 @@ def test_the_largest_of_windows_apart_is_no_sum(width, stride, is_sum, dtype):
     (scatter,) = jaxprs.equations(jaxpr, "select_and_scatter_add")
     expected = "float32" if is_sum else dtype
     assert scatter.outvars[0].aval.dtype == expected
+
+
+TAKEN = {
+    "index": lambda stack: stack[1],
+    "reshape": lambda stack: stack.reshape(-1, 64)[64:],
+}
+
+
+@pytest.mark.parametrize("take", TAKEN)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_two_gradients_of_a_weight_of_a_stack_are_summed_in_float32(dtype, take):
+    """Each is finite in float16, and their sum is not."""
+
+    def loss(stack, x):
+        w = TAKEN[take](stack)
+        return 10 * jnp.sum(jnp.square(x @ w @ w))
+
+    stack, x = jnp.full((2, 64, 64), 1 / 8), jnp.ones((256, 64)) / 8
+    grad = jax.jit(jax.grad(autocast(loss, f"mixed_{dtype}")))
+    np.testing.assert_allclose(grad(stack, x), jax.grad(loss)(stack, x), rtol=0.01)

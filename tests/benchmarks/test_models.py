@@ -15,13 +15,18 @@ from jmp_lite import autocast
 pytestmark = pytest.mark.standard_promotion
 
 # The others compile for seconds. Llama in a scan has the layers of a Llama.
-_SMALL = ("lstm", "llama in a scan")
+_SMALL = ("lstm", "llama in a scan", "pinn")
+_LARGE = "unet llama moe conformer convnext unet3d dit gnn".split()
 FAMILIES = [
     *_SMALL,
-    *(pytest.param(x, marks=pytest.mark.full) for x in ("unet", "llama", "moe")),
+    *(pytest.param(x, marks=pytest.mark.full) for x in _LARGE),
 ]
-# Of the gradient in bfloat16. In a mixture a token may be sent to another expert.
-ERRORS = {"moe": 0.06}
+# Of the gradient in bfloat16. In a mixture a token may be sent to another expert; of
+# a window another voxel may be the largest.
+ERRORS = {"moe": 0.06, "unet3d": 0.1}
+# Products of forward passes that derivatives inside of the loss trace again: they are
+# merged, or nothing reads them.
+MERGED = {"pinn": 12}
 
 
 @pytest.mark.parametrize(
@@ -54,4 +59,4 @@ def test_products_are_in_half_by_hand_and_by_autocast(family):
         for grad in [jax.grad(lambda *args, loss=loss: loss(*args)[0])]
     )
     assert not any(f32) and all(by_hand) and all(by_autocast)
-    assert len(f32) == len(by_hand) == len(by_autocast) > 0
+    assert len(f32) == len(by_hand) == len(by_autocast) + MERGED.get(family, 0) > 0

@@ -86,7 +86,7 @@ def _assert_stepped(stepped, bad_row):
         bitwise.assert_same(stepped, params)
         return
     for name, leaf in _expected().items():
-        assert (leaf != params[name]).all()
+        assert (leaf != np.asarray(params[name])).all()
         np.testing.assert_allclose(stepped[name], leaf, atol=1e-4)
 
 

@@ -59,6 +59,7 @@ from jmp_lite._src.jaxprs import (
     core,
     masks,
     matmul_precision,
+    merge,
     name_scopes,
 )
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
@@ -103,7 +104,7 @@ class Analyzer:
         with half_calls.inside(dtype, by_scope):
             traced, filled_in = matmul_precision.trace_filled_in(fun, *args, **options)
         self.filled_in |= filled_in
-        closed = masks.read_off_results(traced.closed)
+        closed = merge.merge_equal(masks.read_off_results(traced.closed))
         if not self._is_fitted:  # what is traced later is a rule for derivatives
             self.regions.fit(name_scopes.scopes_in(closed))
             self._is_fitted = True

@@ -131,7 +131,7 @@ def without_gradients(eqns: Sequence[Eqn]) -> set[Var]:
 
 
 def summed_backward(eqns: Sequence[Eqn], constant: Set[Var]) -> list[Var]:
-    """Return the inputs of activations behind norms or biases.
+    """Return inputs of activations behind norms or biases, and biased ones of norms.
 
     Their gradients are read twice: to be summed, for statistics and biases, and after
     that. To compute them twice costs more than to store them, so XLA does. That of a
@@ -159,4 +159,32 @@ def summed_backward(eqns: Sequence[Eqn], constant: Set[Var]) -> list[Var]:
         )
         for v in eqn.outvars if operands and (is_first or made_of) else ():
             summed[v] = v if is_first else made_of[0]
-    return [v for v in found if v not in steep]
+    return [*(v for v in found if v not in steep), *_biased_in_norms(eqns)]
+
+
+def _biased_in_norms(eqns: Sequence[Eqn]) -> list[Var]:
+    """Return sums of arrays and biases, of whose rows statistics are taken.
+
+    Not of a bias that is one number in each row: what takes the mean off makes its
+    gradient 0, which a sum of rounded numbers is not.
+    """
+    axes: dict[Var, set[int]] = {}  # that statistics of it are taken over
+    found = []
+    for eqn in reversed(eqns):
+        (out, *_), operands = eqn.outvars, [*variables(eqn.invars)]
+        if is_reduction(eqn):
+            for v in operands:
+                axes.setdefault(v, set()).update(eqn.params["axes"])
+            continue
+        of_out = axes.get(out)
+        if of_out is None or facts(eqn.primitive.name) & Fact.PERMUTES:
+            continue
+        arrays = [v for v in operands if v.aval.shape == out.aval.shape]
+        for v in arrays:
+            axes.setdefault(v, set()).update(of_out)
+        others = [v.aval.shape for v in operands if v not in arrays]
+        biases = [shape for shape in others if len(shape) == out.aval.ndim]
+        varies = any(shape[axis] != 1 for shape in biases for axis in of_out)
+        if arrays and varies and adds(eqn) and core.is_f32(out):
+            found.append(out)
+    return found

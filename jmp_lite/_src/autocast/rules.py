@@ -361,9 +361,13 @@ class Move(Rule):
         if sums.is_lookup(eqn) and ins[0] == INPUT:
             return _is_rounded(use)
         # It moves half the bytes if it is cast before. What drops numbers would cast
-        # more than it has to, and what repeats them sums in its transpose.
-        permutes = facts(eqn.primitive.name) & Fact.PERMUTES
-        return bool(permutes) and use == Use.HALF
+        # more than it has to, and what repeats them sums in its transpose. A weight of
+        # another shape moves no bytes. It is cast where a product reads it: the
+        # gradients of all that read it are summed in float32.
+        known = facts(eqn.primitive.name)
+        if known & Fact.IN_ORDER and ins[0] == INPUT:
+            return False
+        return bool(known & Fact.PERMUTES) and use == Use.HALF
 
 
 def _is_rounded(use: int) -> bool:

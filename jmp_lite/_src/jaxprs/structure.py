@@ -52,7 +52,7 @@ def structure(
 
     def name(var: Var) -> Hashable:
         if compat.is_literal(var):
-            return _constant(var.val), var.aval
+            return constant(var.val), var.aval
         if var in numbers:
             return numbers[var]
         numbers[var] = len(numbers)
@@ -62,7 +62,7 @@ def structure(
         what, also_reads, bodies = decides(eqn, eqn_plan)
         if bodies is None:
             inside = [
-                (key, alike(x) if alike and compat.is_jaxpr(x) else _hashable(x))
+                (key, alike(x) if alike and compat.is_jaxpr(x) else hashable(x))
                 for key, x in sorted(eqn.params.items())
             ]
         else:
@@ -74,7 +74,7 @@ def structure(
         names = map(name, (*eqn.invars, *also_reads, *eqn.outvars))
         return eqn.primitive, eqn.ctx, what, *inside, *names
 
-    ins = *map(name, jaxpr.constvars), *map(_constant, consts), *map(name, jaxpr.invars)
+    ins = *map(name, jaxpr.constvars), *map(constant, consts), *map(name, jaxpr.invars)
     steps = plan.eqn_plans if plan else itertools.repeat(None)
     operations = (*map(operation, jaxpr.eqns, steps),)
     return ins, operations, tuple(map(name, jaxpr.outvars))
@@ -88,7 +88,7 @@ class _Same:
     thing: Any = dataclasses.field(compare=False)
 
 
-def _hashable(value: Any) -> Hashable:
+def hashable(value: Any) -> Hashable:
     try:
         hash(value)
     except TypeError:
@@ -96,7 +96,7 @@ def _hashable(value: Any) -> Hashable:
     return type(value), value
 
 
-def _constant(value: Any) -> Hashable:
+def constant(value: Any) -> Hashable:
     """Return what is equal for constants of equal bits."""
     if isinstance(value, jax.Array):
         return _Same(id(value), value)

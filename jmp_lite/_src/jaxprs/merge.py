@@ -1,0 +1,64 @@
+"""Equal equations of a jaxpr, which are computed once.
+
+Derivatives that a function takes inside of itself trace its forward pass again. XLA
+merges what is equal, but not what autocast has made separate segments of.
+"""
+
+import functools
+from collections.abc import Hashable
+
+from jmp_lite._src import compat
+from jmp_lite._src.jaxprs import control_flow, core, name_scopes
+from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var
+from jmp_lite._src.jaxprs.primitives import CAST, CHECKPOINTS
+from jmp_lite._src.jaxprs.structure import constant, hashable
+
+# What is there to be computed again, or to stay apart, or differs each time.
+_APART = frozenset({*CHECKPOINTS, "optimization_barrier", "rng_uniform"})
+
+
+def merge_equal(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Return a jaxpr without equations that compute what others of one scope do."""
+
+    @functools.cache  # equal sub-jaxprs stay one object
+    def merged(jaxpr: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
+        opened = compat.open_jaxpr(jaxpr)
+        first: dict[Hashable, Eqn] = {}
+        same: dict[Var, Var] = {}
+        returned = set(core.variables(opened.outvars))
+        made, is_changed = [], False
+        for eqn in opened.eqns:
+            before = eqn
+            if not same.keys().isdisjoint(core.variables(eqn.invars)):
+                operands = (
+                    v if compat.is_literal(v) else same.get(v, v) for v in eqn.invars
+                )
+                eqn = eqn.replace(invars=list(operands))
+            if control_flow.sub_jaxprs(eqn) is not None:
+                eqn = core.map_jaxprs(eqn, merged)
+            is_changed |= eqn is not before
+            equal = first.setdefault(_key(eqn), eqn)
+            if equal is not eqn and returned.isdisjoint(eqn.outvars):
+                same.update(zip(eqn.outvars, equal.outvars, strict=True))
+                is_changed = True
+                continue
+            made.append(eqn)
+        return compat.with_eqns(jaxpr, made) if is_changed else jaxpr
+
+    return merged(closed)
+
+
+def _key(eqn: Eqn) -> Hashable:
+    """Return what is equal for equations that compute the same in the same scope.
+
+    Casts to half stay apart: the gradient of each is rounded, and their sum is not.
+    """
+    name = eqn.primitive.name
+    if eqn.effects or name in _APART or (name == CAST and core.is_half(eqn.outvars[0])):
+        return id(eqn)
+    operands = tuple(
+        (constant(v.val), v.aval) if compat.is_literal(v) else v for v in eqn.invars
+    )
+    params = tuple((name, hashable(x)) for name, x in sorted(eqn.params.items()))
+    scope = name_scopes.clean(name_scopes.of(eqn))
+    return eqn.primitive, eqn.ctx, operands, params, scope
