@@ -82,6 +82,7 @@ def remat(f):
     return jax.grad(jax.checkpoint(f))
 
 
+@pytest.mark.one_of("dtype")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     "change", [jax.grad, of_examples, of_vmap, forward, remat, second]

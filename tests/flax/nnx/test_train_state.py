@@ -201,6 +201,7 @@ PLACES: dict[str, Any] = {
 }
 
 
+@pytest.mark.one_of("is_wrapped")
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["plain", "with_policy"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "8bit"])
 @pytest.mark.parametrize("place", PLACES)
