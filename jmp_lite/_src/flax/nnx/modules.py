@@ -287,6 +287,7 @@ def _take_policy_off(module: Any) -> None:
     """Make a module what its author made it, but for param dtypes."""
     if _is_of_policy(module):
         module.dtype = module._policy_dtype.own
+    if "_policy_dtype" in vars(module):
         del module._policy_dtype
     if _is_in_fp8(module):
         _take_out_of_fp8(module)
