@@ -49,7 +49,7 @@ from jmp_lite._src.autocast.storage import (
 )
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, variables
-from jmp_lite._src.jaxprs.primitives import Fact, degree, facts, has
+from jmp_lite._src.jaxprs.primitives import Fact, facts, has
 
 
 class Arranged(NamedTuple):
@@ -117,7 +117,6 @@ class Search:
         groups = self._groups()
         self.group = {i: n for n, group in enumerate(groups) for i in group}
         segments = [g for g in groups if self.has_segments and self._is_costly(g)]
-        self.in_segments = {i for group in segments for i in group}
         self.choices = self._choices_of_stored()
         for i in self.choices:
             self.plans[i], self.is_inside[i] = in_half(i), False
@@ -265,20 +264,10 @@ class Search:
             return False
         if var not in self.returned and all(self._runs_beside(var, r) for r in readers):
             return False
-        if self._is_of_softmax(var):
-            return False
         if self.held[var] == HALF or use & Use.DTYPE == Use.HALF:
             return True
         is_read = var not in self.returned
         return is_read and all(self._reads_half(r, var) for r in readers)
-
-    def _is_of_softmax(self, var: Var) -> bool:
-        """Return whether a softmax reads a value that no segment makes again.
-
-        It reads what is not rounded. XLA makes it again for others that read it.
-        """
-        is_again = self.made_by.get(var) in self.in_segments
-        return not is_again and any(map(self._is_softmax, self.readers[var]))
 
     def _runs_beside(self, var: Var, reader: int) -> bool:
         """Return whether arithmetic reads a value as soon as it is made."""
@@ -296,9 +285,9 @@ class Search:
         """Return sums of arrays, as in a residual stream: these are stored.
 
         What reads them starts from the sum, and the backward pass keeps one array, not
-        its terms. Of a sum of sums, the last one is stored. Of logits, it keeps none.
+        its terms. Of a sum of sums, the last one is stored.
         """
-        found, logits = set[Var](), self._logits()
+        found = set[Var]()
         terms: dict[Var, frozenset[Var] | None] = {}  # None if it is no sum
         for i, eqn in enumerate(self.eqns):
             if not self.is_inside[i]:
@@ -313,9 +302,7 @@ class Search:
             if not (adds(eqn) or is_exact(eqn)):
                 continue
             goes_on = len(readers) == 1 and (adds(readers[0]) or is_exact(readers[0]))
-            use = self.uses[out] & (Use.DIGITS | Use.RETURNED)
-            is_kept = not use and out not in logits
-            if is_kept and not goes_on:
+            if not self.uses[out] & (Use.DIGITS | Use.RETURNED) and not goes_on:
                 found.add(out)
                 terms[out] = frozenset([out])
         return found
@@ -334,24 +321,6 @@ class Search:
             return len(readers) > 1
         moved = [v for eqn in readers if moves_in_order(eqn) for v in eqn.outvars]
         return any(map(self._has_statistics, moved))
-
-    def _logits(self) -> set[Var]:
-        """Return what only softmaxes read, through sums and choices."""
-        linear = Fact.LINEAR | Fact.LIMITS | Fact.MOVES | Fact.JOINS
-        found: set[Var] = set()
-        for eqn in reversed(self.eqns):
-            readers = [r for v in eqn.outvars for r in self.readers[v]]
-            is_logits = readers and self.returned.isdisjoint(eqn.outvars)
-            if is_logits and all(
-                self._is_softmax(r)
-                or (
-                    facts(self.eqns[r].primitive.name) & linear
-                    and found.issuperset(self.eqns[r].outvars)
-                )
-                for r in readers
-            ):
-                found.update(eqn.outvars)
-        return found
 
     def _terms(
         self, eqn: Eqn, terms: Mapping[Var, frozenset[Var] | None]
@@ -438,7 +407,7 @@ class Search:
             for v in filter(self._is_inner, variables(eqn.invars)):
                 maker = self.made_by[v]
                 # A sum that is stored reads the results of segments as others do.
-                if i in in_sums and not (maker in in_sums or self._is_sum(v)):
+                if i in in_sums and maker not in in_sums:
                     continue
                 if self.level[maker] == self.level[i]:
                     parent[root(maker)] = root(i)
@@ -461,16 +430,6 @@ class Search:
             inner = filter(self._is_inner, variables(self.eqns[i].invars))
             queue += [self.made_by[v] for v in inner]
         return found
-
-    def _is_sum(self, var: Var) -> bool:
-        """Return whether a value adds what is stored, a bias say, and does no more."""
-        maker = self.made_by[var]
-        eqn = self.eqns[maker]
-        is_linear = facts(eqn.primitive.name) & (Fact.LINEAR | Fact.MOVES)
-        is_multiple = degree(eqn) == 1  # as of dropout
-        if not (is_linear or is_multiple or is_exact(eqn)):
-            return False
-        return all(map(self._is_sum, filter(self._is_inner, variables(eqn.invars))))
 
     def _is_costly(self, group: Sequence[int]) -> bool:
         """Return whether to compute equations again spares arrays."""
