@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from jmp_lite._src import compat
-from jmp_lite._src.jaxprs import binding
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, total
+from jmp_lite._src.jaxprs import binding, core
+from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var, total
 from jmp_lite._src.jaxprs.primitives import CHECKPOINTS, FOLLOWED, Fact, facts
 
 
@@ -78,6 +78,30 @@ def site_eqns(eqns: Iterable[Eqn]) -> Iterator[Eqn]:
             yield eqn
         for body in bodies or ():
             yield from site_eqns(body.jaxpr.eqns)
+
+
+def map_scopes(
+    closed: ClosedJaxpr, fun: Callable[[Jaxpr, Sequence[Eqn]], list[Eqn]]
+) -> ClosedJaxpr:
+    """Return a jaxpr with a function of the equations of each jaxpr in it.
+
+    It is returned itself if no equation changes, and equal sub-jaxprs stay one object.
+    """
+
+    @functools.cache
+    def mapped(jaxpr: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
+        opened = compat.open_jaxpr(jaxpr)
+        inside = (
+            eqn if sub_jaxprs(eqn) is None else core.map_jaxprs(eqn, mapped)
+            for eqn in opened.eqns
+        )
+        made = fun(opened, [*inside])
+        is_same = len(made) == len(opened.eqns) and all(
+            map(operator.is_, made, opened.eqns)
+        )
+        return jaxpr if is_same else compat.with_eqns(jaxpr, made)
+
+    return mapped(closed)
 
 
 def why_not_opened(eqn: Eqn) -> str:

@@ -3,13 +3,13 @@
 JAX compares the operand: `x > 0` is `max(x, 0) > 0`, whose operand is needed no more.
 """
 
-import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jmp_lite._src import compat
-from jmp_lite._src.jaxprs import control_flow, core
+from jmp_lite._src.jaxprs import control_flow
 from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import CALLS
 
@@ -23,28 +23,23 @@ class _Limit(NamedTuple):
 
 def read_off_results(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a jaxpr whose masks of limited values compare the results."""
+    return control_flow.map_scopes(closed, _read_off_results)
 
-    @functools.cache  # equal sub-jaxprs stay one object
-    def changed(jaxpr: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
-        results: dict[_Limit, Var] = {}
-        eqns = compat.open_jaxpr(jaxpr).eqns
-        made = []
-        for eqn in eqns:
-            if control_flow.sub_jaxprs(eqn) is not None:
-                eqn = core.map_jaxprs(eqn, changed)
-            compared = _limit_of(eqn, "gt")
-            if compared is not None and compared in results:
-                var, result = compared.var, results[compared]
-                operands = [result if v is var else v for v in eqn.invars]
-                eqn = eqn.replace(invars=operands)
-            limit = _limit_of(eqn, "max")
-            if limit is not None:
-                results[limit] = eqn.outvars[0]
-            made.append(eqn)
-        is_same = all(a is b for a, b in zip(eqns, made, strict=True))
-        return jaxpr if is_same else compat.with_eqns(jaxpr, made)
 
-    return changed(closed)
+def _read_off_results(_: Jaxpr, eqns: Sequence[Eqn]) -> list[Eqn]:
+    results: dict[_Limit, Var] = {}
+    made = []
+    for eqn in eqns:
+        compared = _limit_of(eqn, "gt")
+        if compared is not None and compared in results:
+            result = results[compared]
+            operands = [result if v is compared.var else v for v in eqn.invars]
+            eqn = eqn.replace(invars=operands)
+        limit = _limit_of(eqn, "max")
+        if limit is not None:
+            results[limit] = eqn.outvars[0]
+        made.append(eqn)
+    return made
 
 
 def _limit_of(eqn: Eqn, name: str) -> _Limit | None:

@@ -4,8 +4,7 @@ Derivatives that a function takes inside of itself trace its forward pass again.
 merges what is equal, but not what autocast has made separate segments of.
 """
 
-import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import control_flow, core, name_scopes
@@ -13,39 +12,33 @@ from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import CAST, CHECKPOINTS
 from jmp_lite._src.jaxprs.structure import constant, hashable
 
-# What is there to be computed again, or to stay apart, or differs each time.
+# What is there to be computed again, or to stay apart; and the primitive of JAX that
+# gives other numbers each time without an effect that says so.
 _APART = frozenset({*CHECKPOINTS, "optimization_barrier", "rng_uniform"})
 
 
 def merge_equal(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a jaxpr without equations that compute what others of one scope do."""
+    return control_flow.map_scopes(closed, _merged)
 
-    @functools.cache  # equal sub-jaxprs stay one object
-    def merged(jaxpr: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
-        opened = compat.open_jaxpr(jaxpr)
-        first: dict[Hashable, Eqn] = {}
-        same: dict[Var, Var] = {}
-        returned = set(core.variables(opened.outvars))
-        made, is_changed = [], False
-        for eqn in opened.eqns:
-            before = eqn
-            if not same.keys().isdisjoint(core.variables(eqn.invars)):
-                operands = (
-                    v if compat.is_literal(v) else same.get(v, v) for v in eqn.invars
-                )
-                eqn = eqn.replace(invars=list(operands))
-            if control_flow.sub_jaxprs(eqn) is not None:
-                eqn = core.map_jaxprs(eqn, merged)
-            is_changed |= eqn is not before
-            equal = first.setdefault(_key(eqn), eqn)
-            if equal is not eqn and returned.isdisjoint(eqn.outvars):
-                same.update(zip(eqn.outvars, equal.outvars, strict=True))
-                is_changed = True
-                continue
+
+def _merged(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> list[Eqn]:
+    first: dict[Hashable, Eqn] = {}
+    same: dict[Var, Var] = {}
+    returned = set(core.variables(jaxpr.outvars))
+    made = []
+    for eqn in eqns:
+        if not same.keys().isdisjoint(core.variables(eqn.invars)):
+            operands = (
+                v if compat.is_literal(v) else same.get(v, v) for v in eqn.invars
+            )
+            eqn = eqn.replace(invars=list(operands))
+        equal = first.setdefault(_key(eqn), eqn)
+        if equal is eqn or not returned.isdisjoint(eqn.outvars):
             made.append(eqn)
-        return compat.with_eqns(jaxpr, made) if is_changed else jaxpr
-
-    return merged(closed)
+        else:
+            same.update(zip(eqn.outvars, equal.outvars, strict=True))
+    return made
 
 
 def _key(eqn: Eqn) -> Hashable:
@@ -54,7 +47,8 @@ def _key(eqn: Eqn) -> Hashable:
     Casts to half stay apart: the gradient of each is rounded, and their sum is not.
     """
     name = eqn.primitive.name
-    if eqn.effects or name in _APART or (name == CAST and core.is_half(eqn.outvars[0])):
+    is_cast_to_half = name == CAST and core.is_half(eqn.outvars[0])
+    if eqn.effects or name in _APART or is_cast_to_half:
         return id(eqn)
     operands = tuple(
         (constant(v.val), v.aval) if compat.is_literal(v) else v for v in eqn.invars
