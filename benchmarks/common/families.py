@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common.image_models import _Attention, sinusoids
+from benchmarks.common.image_models import Attention, sinusoids
 
 
 class Conformer(nn.Module):
@@ -43,7 +43,7 @@ class Conformer(nn.Module):
         for i in range(self.layers):
             y = nn.silu(dense(4 * self.width)(norm()(x)))
             x = x + 0.5 * dense(self.width)(y)
-            attention = _Attention(self.heads, self.dtype, name=f"Attention_{i}")
+            attention = Attention(self.heads, self.dtype, name=f"Attention_{i}")
             x = x + attention(norm()(x))
             y = nn.glu(dense(2 * self.width)(norm()(x)))
             y = _depthwise(self.width, (self.kernel,), self.dtype)(y)
@@ -154,7 +154,7 @@ class DiT(nn.Module):
         x = x + self.param("positions", init, (1, *x.shape[1:])).astype(x.dtype)
         for i in range(self.layers):
             terms = jnp.split(zeros(6 * self.width)(context), 6, axis=-1)
-            attention = _Attention(self.heads, self.dtype, name=f"Attention_{i}")
+            attention = Attention(self.heads, self.dtype, name=f"Attention_{i}")
             x = x + terms[2] * attention(norm(x, *terms[:2]))
             y = nn.gelu(dense(4 * self.width)(norm(x, *terms[3:5])))
             x = x + terms[5] * dense(self.width)(y)

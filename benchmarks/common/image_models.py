@@ -93,7 +93,7 @@ class UNet(nn.Module):
         x = block(self.widths[-1])(x, time)
         batch, height, width, features = x.shape
         y = norm()(x).reshape(batch, height * width, features)
-        y = _Attention(heads=1, dtype=self.dtype)(y)
+        y = Attention(heads=1, dtype=self.dtype)(y)
         x = x + y.reshape(x.shape)
         x = block(self.widths[-1])(x, time)
 
@@ -169,13 +169,13 @@ class ViT(nn.Module):
         positions = self.param("positions", init, (1, *x.shape[1:]))
         x = x + positions.astype(x.dtype)
         for _ in range(self.layers):
-            x = x + _Attention(self.heads, self.dtype)(norm()(x))
+            x = x + Attention(self.heads, self.dtype)(norm()(x))
             y = nn.gelu(dense(4 * self.width)(norm()(x)), approximate=False)
             x = x + dense(self.width)(y)
         return dense(self.classes)(norm()(x)[:, 0])
 
 
-class _Attention(nn.Module):
+class Attention(nn.Module):
     heads: int
     dtype: Any
 
