@@ -46,8 +46,8 @@ from jmp_lite._src.autocast.storage import (
     INPUT,
     NOT_OPENED,
     OTHER,
-    Around,
     Direction,
+    Enclosing,
     EqnPlan,
     Held,
     Place,
@@ -309,8 +309,8 @@ class Analyzer:
             # What the program itself computes again is left to it.
             has_segments=self.table.recomputes
             and has_gradients
-            and place.around is not Around.RECOMPUTATION,
-            is_in_loop=place.around is Around.LOOP,
+            and place.enclosing is not Enclosing.RECOMPUTATION,
+            is_in_loop=place.enclosing is Enclosing.LOOP,
             keeps_half=self.table.half_results,  # else it may be out of range
         )
         arranged = search.run(lambda i: self._in_half(described.ops[i], body))

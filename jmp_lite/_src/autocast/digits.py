@@ -67,7 +67,7 @@ class Structure(NamedTuple):
 
     def origins_of(self, variables: Iterable[Var]) -> int:
         """Return of what some variables are computed: bits."""
-        return union(self.origins.get(v, 0) for v in variables)
+        return core.bit_or(self.origins.get(v, 0) for v in variables)
 
     def is_full(self, var: Var, eqn: Eqn) -> bool:
         """Return whether an operand is an array as large as the result, and no row."""
@@ -301,11 +301,3 @@ def _passed_on(eqn: Eqn, passed: int, of: Structure) -> list[int]:
 
 def _multiplies(name: str) -> bool:
     return has(name, Fact.BROADCASTS) and len(degrees(name, {})) == 2
-
-
-def union(bits: Iterable[int]) -> int:
-    """Return the bits that any of several numbers has."""
-    found = 0
-    for x in bits:
-        found |= x
-    return found

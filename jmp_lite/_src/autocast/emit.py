@@ -22,8 +22,8 @@ from jmp_lite._src.autocast import arithmetic, half_calls, loops, saving, sums
 from jmp_lite._src.autocast.digits import Use
 from jmp_lite._src.autocast.storage import (
     HALF,
-    Around,
     Direction,
+    Enclosing,
     EqnPlan,
     Part,
     Plan,
@@ -319,7 +319,7 @@ class Emitter:
         operands = values.read(part.reads, part.half_in)
         if not compat.is_tracing():
             return compute(operands)
-        is_in_loop = plan.place.around is Around.LOOP
+        is_in_loop = plan.place.enclosing is Enclosing.LOOP
         closed = jax.make_jaxpr(compute)(operands)
         return compat.checkpoint(
             closed, operands, prevent_cse=not is_in_loop, policy=saving.saves_casts
@@ -351,7 +351,7 @@ class Emitter:
             return self._compute(segment, plan, values)
         operands = values.read(segment.reads, segment.half_in)
         around, eqns = name_scopes.split([plan.jaxpr.eqns[i] for i in segment.eqns])
-        is_in_loop = plan.place.around is Around.LOOP
+        is_in_loop = plan.place.enclosing is Enclosing.LOOP
         policy = saving.saves_sums if segment.compares else saving.saves_totals
         args = segment, eqns, *_of_eqns(segment, eqns, plan), self.half_dtype
         key = _structure(*args), is_in_loop, tuple(map(jax.typeof, operands))

@@ -242,8 +242,6 @@ class Regions:
         self._region = functools.cache(self._find_region)
         policies = policies_of(policy)
         self.any_fp8 = any(p.matmul_dtype == "fp8" for p in policies)
-        # Whether products of some region read inputs in float32.
-        self.keeps_inputs = self.any_fp8 or any(p.reduce_dtype for p in policies)
         self.any_float32 = any(p.compute_dtype == jnp.float32 for p in policies)
 
     def fit(self, scopes: Iterable[str]) -> None:

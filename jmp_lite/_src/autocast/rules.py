@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jmp_lite._src import compat, dtypes, fp8
 from jmp_lite._src.autocast import digits, half_calls, products, sums
-from jmp_lite._src.autocast.digits import Structure, Use, union
+from jmp_lite._src.autocast.digits import Structure, Use
 from jmp_lite._src.autocast.storage import (
     FLOAT32,
     HALF,
@@ -94,8 +94,8 @@ class Rule:
         Asked if something reads one of them.
         """
         is_forward = op.direction is not Direction.BACKWARD
-        asked = digits.asked(op.eqn, union(uses), body.structure, is_forward)
-        if op.eqn.primitive.name == "add_any" and union(uses) == Use.RETURNED:
+        asked = digits.asked(op.eqn, core.bit_or(uses), body.structure, is_forward)
+        if op.eqn.primitive.name == "add_any" and core.bit_or(uses) == Use.RETURNED:
             return [Use.RETURNED] * len(asked)  # a sum of gradients
         if op.eqn.effects:  # as of a callback
             pairs = zip(asked, op.eqn.invars, strict=True)
@@ -268,7 +268,7 @@ class Arithmetic(Rule):
         lowers = body.analyzer.table.lowers_anything
         if not (lowers and _may_have_half_results(op, body)):
             return found
-        of_sums = digits.summed(op.eqn, union(uses), body.structure)
+        of_sums = digits.summed(op.eqn, core.bit_or(uses), body.structure)
         return [x | y for x, y in zip(found, of_sums, strict=True)]
 
     def stores(self, op, ins, uses, body):
@@ -316,7 +316,7 @@ class Move(Rule):
     name, moves = "passthrough", True
 
     def reads(self, op, uses, body):
-        use, name = union(uses), op.eqn.primitive.name
+        use, name = core.bit_or(uses), op.eqn.primitive.name
         if sums.is_lookup(op.eqn):
             may_be_cast = _is_rounded(use) and not op.region.reduces_in_float32
             of_table = Use.HALF if may_be_cast else use & ~Use.HALF | Use.FLOAT32
@@ -338,7 +338,7 @@ class Move(Rule):
             return EqnPlan(self, half, half), ins
         plan, outs = self.as_written(op, "")
         floats = [held for held in ins if held != OTHER]
-        if self._is_half(op, ins, union(uses), body):
+        if self._is_half(op, ins, core.bit_or(uses), body):
             half_in = tuple(held != OTHER for held in ins)
             half_out = tuple(held == FLOAT32 for held in outs)
             outs = [HALF if held == FLOAT32 else held for held in outs]

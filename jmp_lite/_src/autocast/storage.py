@@ -109,7 +109,7 @@ class Direction(enum.Enum):
         return Direction.BACKWARD if is_backward else Direction.FORWARD
 
 
-class Around(enum.Enum):
+class Enclosing(enum.Enum):
     """What a jaxpr is inside of."""
 
     NOTHING = enum.auto()
@@ -117,11 +117,11 @@ class Around(enum.Enum):
     RECOMPUTATION = enum.auto()
     """What the program itself has computed again in the backward pass."""
 
-    def inside(self, eqn: Eqn) -> "Around":
+    def inside(self, eqn: Eqn) -> "Enclosing":
         name = eqn.primitive.name
-        if self is Around.RECOMPUTATION or name in CHECKPOINTS:
-            return Around.RECOMPUTATION
-        return Around.LOOP if name in LOOPS else self
+        if self is Enclosing.RECOMPUTATION or name in CHECKPOINTS:
+            return Enclosing.RECOMPUTATION
+        return Enclosing.LOOP if name in LOOPS else self
 
 
 class Place(NamedTuple):
@@ -129,7 +129,7 @@ class Place(NamedTuple):
 
     scope: str = ""
     direction: Direction = Direction.FORWARD
-    around: Around = Around.NOTHING
+    enclosing: Enclosing = Enclosing.NOTHING
     # The inputs that a loop carries, and the outputs that they are next.
     carry: tuple[tuple[int, int], ...] = ()
 
@@ -141,7 +141,7 @@ class Place(NamedTuple):
         return Place(
             name_scopes.join(self.scope, name_scopes.of(eqn)),
             self.direction.of(eqn),
-            self.around.inside(eqn),
+            self.enclosing.inside(eqn),
             tuple(pairs) if is_loop else (),
         )
 

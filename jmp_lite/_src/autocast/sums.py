@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -418,7 +417,7 @@ def find_reads(
         pairs = zip(eqn.invars, cast_in, strict=True)
         half = [is_cast or core.is_half(v) for v, is_cast in pairs]
         operands = list(variables(eqn.invars))
-        of_operands = union(inputs.get(v, 0) for v in operands)
+        of_operands = core.bit_or(inputs.get(v, 0) for v in operands)
         inputs.update(dict.fromkeys(eqn.outvars, of_operands))
         is_differentiated = (
             not differentiated.isdisjoint(eqn.outvars) and index not in in_segments
@@ -426,7 +425,8 @@ def find_reads(
         if any(half) and is_differentiated:
             found = _eqn_reads(eqn, half, differentiated, inputs)
             looks_up = is_lookup(eqn) and found.sums_backward
-            if looks_up and not union(inputs[v] for v in variables(eqn.invars[1:])):
+            is_fixed = not any(map(inputs.get, variables(eqn.invars[1:])))
+            if looks_up and is_fixed:
                 found = dataclasses.replace(found, repeats=_repeats(eqn, made_by))
             by_eqn[id(eqn)] = found
             reads.update(variables(itertools.compress(eqn.invars, half)))
@@ -520,18 +520,13 @@ def _eqn_reads(
 def _covering(operands: Any, inputs: Mapping[Var, int], var: Var) -> Sequence[Var]:
     """Return operands that depend on all inputs that one operand does not depend on."""
     others = list(variables(operands))
-    missing = union(inputs.get(v, 0) for v in others) & ~inputs.get(var, 0)
+    missing = core.bit_or(inputs.get(v, 0) for v in others) & ~inputs.get(var, 0)
     found = []
     for other in others:
         if missing & inputs.get(other, 0):
             found.append(other)
             missing &= ~inputs.get(other, 0)
     return found
-
-
-def union(bits: Iterable[int]) -> int:
-    """Return the bits that any of several numbers has."""
-    return functools.reduce(operator.or_, bits, 0)
 
 
 NO_READS = Reads({}, frozenset(), frozenset())

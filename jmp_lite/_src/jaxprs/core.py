@@ -30,6 +30,14 @@ def variables(operands: Iterable[Var]) -> Iterator[Var]:
     return (v for v in operands if not compat.is_literal(v))
 
 
+def bit_or(bits: Iterable[int]) -> int:
+    """Return the bits that any of several numbers has."""
+    found = 0
+    for x in bits:
+        found |= x
+    return found
+
+
 def inner_eqns(eqn: Eqn) -> Iterator[Eqn]:
     """Yield the equations in the jaxprs of one, at any depth, or itself if it has none.
 
