@@ -165,15 +165,19 @@ def summed_backward(eqns: Sequence[Eqn], constant: Set[Var]) -> list[Var]:
 def _biased_in_norms(eqns: Sequence[Eqn]) -> list[Var]:
     """Return sums of arrays and biases, of whose rows statistics are taken.
 
-    Not of a bias that is one number in each row: what takes the mean off makes its
-    gradient 0, which a sum of rounded numbers is not.
+    What takes a mean off makes a sum of gradients 0, which one of rounded numbers is
+    not. So no bias is one number in each row, or a statistic itself.
     """
     axes: dict[Var, set[int]] = {}  # that statistics of it are taken over
+    spread: set[Var] = set()  # what something larger reads: a loss is no statistic
     found = []
+    made = {v for eqn in eqns for v in eqn.outvars}
     for eqn in reversed(eqns):
         (out, *_), operands = eqn.outvars, [*variables(eqn.invars)]
+        size = core.size(out)
+        spread.update(v for v in operands if core.size(v) < size or out in spread)
         if is_reduction(eqn):
-            for v in operands:
+            for v in operands if out in spread else ():
                 axes.setdefault(v, set()).update(eqn.params["axes"])
             continue
         of_out = axes.get(out)
@@ -182,7 +186,7 @@ def _biased_in_norms(eqns: Sequence[Eqn]) -> list[Var]:
         arrays = [v for v in operands if v.aval.shape == out.aval.shape]
         for v in arrays:
             axes.setdefault(v, set()).update(of_out)
-        others = [v.aval.shape for v in operands if v not in arrays]
+        others = [v.aval.shape for v in operands if v not in {*arrays, *made}]
         biases = [shape for shape in others if len(shape) == out.aval.ndim]
         varies = any(shape[axis] != 1 for shape in biases for axis in of_out)
         if arrays and varies and adds(eqn) and core.is_f32(out):
