@@ -275,7 +275,8 @@ class Emitter:
         values.write(plan.jaxpr.invars, args)
         for step in plan.steps:
             if isinstance(step, Part) and step.product in shared:
-                self._run_before(step, plan, values)
+                outs = self._compute(step.activation, plan, values)
+                values.write(step.activation.writes, outs)
                 step = step.product
             if isinstance(step, Segment):
                 first, run = plan.jaxpr.eqns[step.eqns[0]], self._run_segment
@@ -313,7 +314,8 @@ class Emitter:
         def compute(operands):
             inner = Values(self.half_dtype, plan.reads, plan.read_again)
             inner.write(part.reads, operands)
-            self._run_before(part, plan, inner)
+            outs = self._compute(part.activation, plan, inner)
+            inner.write(part.activation.writes, outs)
             return self.run_eqn(*product, inner)
 
         operands = values.read(part.reads, part.half_in)
@@ -324,15 +326,6 @@ class Emitter:
         return compat.checkpoint(
             closed, operands, prevent_cse=not is_in_loop, policy=saving.saves_casts
         )
-
-    def _run_before(self, part: Part, plan: Plan, values: Values) -> None:
-        """Run what makes the operands of the product of a part."""
-        if part.segment is not None:
-            outs = self._compute(part.segment, plan, values)
-            values.write(part.segment.writes, outs)
-        for i in part.moves:
-            eqn, of_eqn = plan.jaxpr.eqns[i], plan.eqn_plans[i]
-            values.write(eqn.outvars, self.run_eqn(eqn, of_eqn, values))
 
     def run_eqn(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[jax.Array]:
         """Return the results of one equation, run as its plan says."""

@@ -503,12 +503,11 @@ class Search:
     def _steps(
         self, segments: Sequence[Segment], plans: Sequence[EqnPlan]
     ) -> list[int | Segment | Part]:
-        of_jaxpr = self.eqns, plans, self.made_by, self.readers, self.returned
-        search = parts.Search(*of_jaxpr, self.is_inside)
+        search = parts.Search(self.eqns, plans, self.readers, self.returned)
         found = search.run(segments) if self.has_segments else []
         done = {i for s in segments for i in s.eqns if self.is_inside[i]}
-        done |= {i for part in found for i in (part.product, *part.moves)}
-        in_parts = [part.segment for part in found]
+        done |= {part.product for part in found}
+        in_parts = [part.activation for part in found]
         steps: list[int | Segment | Part] = [
             i for i, runs in enumerate(self.is_alive) if runs and i not in done
         ]

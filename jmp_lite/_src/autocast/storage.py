@@ -195,8 +195,7 @@ class Part(NamedTuple):
     """A product that the backward pass runs again, with what makes an operand of it."""
 
     product: int  # its index
-    segment: Segment | None  # an activation
-    moves: tuple[int, ...]  # by index, what repeats a smaller array
+    activation: Segment
     reads: tuple[Var, ...]
     half_in: tuple[bool, ...]
 
@@ -241,7 +240,7 @@ class Plan:
         segments = [
             segment
             for step in self.steps
-            for segment in [step.segment if isinstance(step, Part) else step]
+            for segment in [step.activation if isinstance(step, Part) else step]
             if isinstance(segment, Segment)
         ]
         return find_reads(
