@@ -142,6 +142,9 @@ class AutocastReport(reports.Report):
             self.kernels if len(cells) == 1 and not every else self.kept | self.kernels
         )
         notes = [f"{n} × {reason}" for reason, n in told.items()]
+        own = [row for row in self.rows if row.flops and row.is_half]
+        if own and not any(row.is_lowered for row in own):
+            notes.append("the program itself has its products in half")
         if self.matmul_precision:
             notes.append(f"float32 products are in {self.matmul_precision!r} precision")
         if n := self.counted_once:
