@@ -94,15 +94,13 @@ _saturating.defvjp(
 def _arithmetic(mode: Mode, grid: Any) -> Arithmetic:
     """Return how the oracle computes: with noise if the scale of the grid is not 0."""
     half = mode.half
-    has_half_results = half == "bf16" or mode.half_results is True
+    has_half_results = mode.half_results is not False
 
     def product(fun, a, b):
         a, b = (_with_noise(x, grid, half, True) for x in (a, b))
         return in_range(_with_noise(fun(a, b), grid, half, has_half_results))
 
     def in_range(x):
-        if mode.half_results is None:
-            return x
         return jnp.where(abs(x) > float(INFO[half].max), jnp.nan, x)
 
     return Arithmetic(
