@@ -47,7 +47,7 @@ from jmp_lite._src.autocast.storage import (
     Part,
     Segment,
 )
-from jmp_lite._src.jaxprs import core
+from jmp_lite._src.jaxprs import core, name_scopes
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, variables
 from jmp_lite._src.jaxprs.primitives import Fact, facts, has
 
@@ -287,7 +287,7 @@ class Search:
         What reads them starts from the sum, and the backward pass keeps one array, not
         its terms. Of a sum of sums, the last one is stored.
         """
-        found = set[Var]()
+        found, continued = set[Var](), self._find_continued()
         terms: dict[Var, frozenset[Var] | None] = {}  # None if it is no sum
         for i, eqn in enumerate(self.eqns):
             if not self.is_inside[i]:
@@ -299,13 +299,35 @@ class Search:
             is_of_norm = self._adds_row(eqn) and self._has_statistics(out)
             if not of_eqn or len(of_eqn) < 2 - is_of_norm or self.held[out] != HALF:
                 continue
-            if not (adds(eqn) or is_exact(eqn)):
+            if not (adds(eqn) or is_exact(eqn)) or out not in continued:
                 continue
             goes_on = len(readers) == 1 and (adds(readers[0]) or is_exact(readers[0]))
             if not self.uses[out] & (Use.DIGITS | Use.RETURNED) and not goes_on:
                 found.add(out)
                 terms[out] = frozenset([out])
         return found
+
+    def _find_continued(self) -> set[Var]:
+        """Return what products are computed of, or arrays that are returned.
+
+        The last sum of a loss is of neither, though a product may read its gradient.
+        """
+        by_products, returned = set[Var](), set(self.returned)
+        stacks = map(name_scopes.of, self.eqns)
+        is_backward = [name_scopes.is_backward(stack, False) for stack in stacks]
+        for i, eqn in reversed([*enumerate(self.eqns)]):
+            operands = [
+                v
+                for v in variables(eqn.invars)
+                if is_backward[self.made_by.get(v, i)] == is_backward[i]
+            ]
+            has_products = any(body.has_products for body in self.plans[i].bodies)
+            is_source = self.plans[i].rule.is_source or has_products
+            if is_source or not by_products.isdisjoint(eqn.outvars):
+                by_products.update(operands)
+            if not is_reduction(eqn) and not returned.isdisjoint(eqn.outvars):
+                returned.update(operands)
+        return by_products | returned
 
     def _adds_row(self, eqn: Eqn) -> bool:
         """Return whether it adds a smaller array that products have computed."""
