@@ -108,29 +108,15 @@ def _held(fun: Any, *args: Any, policy="mixed_float16", **options: Any) -> list[
     [layer_norm, fast_layer_norm, rms_norm_and_silu, jax.jit(layer_norm)],
     ids=["layer_norm", "fast_layer_norm", "rms_norm_and_silu", "layer_norm in a call"],
 )
-def test_a_loop_keeps_two_bytes_of_what_it_carries(model, policy):
-    """XLA does not see through the residuals of a loop."""
+def test_a_loop_computes_again_what_is_between_its_products(model, policy):
     loss = functools.partial(_in_a_loop, model)
     options = {"policy": policy, "half_results": True}
     found, before = (
         _held(loss, W, V, GAIN, recompute=on, **options) for on in (True, False)
     )
-    assert before.count("float32") > 2
-    assert found.count("float32") == 1  # WEIGHTS
+    assert found.count("float32") == 2 < before.count("float32")  # WEIGHTS, the carry
     assert len(found) < len(before)
     check_recomputed(loss, W, V, GAIN, policy=policy, most=1.5)
-
-
-def test_a_loop_under_vmap_keeps_two_bytes():
-    loss = autocast(functools.partial(_in_a_loop, layer_norm), "mixed_bfloat16")
-    weights = np.stack([W, W[::-1]])
-    mapped = jax.vmap(loss, (0, None, None))
-    held = kept(mapped, weights, V, GAIN, size=X.size)
-    assert held.count("float32") == 1  # WEIGHTS
-    found = jax.jit(jax.grad(lambda *args: jnp.sum(mapped(*args))))(weights, V, GAIN)
-    alone = jax.jit(jax.grad(loss))
-    for w, grad in zip(weights, found, strict=True):
-        assert error(grad, alone(w, V, GAIN)) < 0.02
 
 
 @IN_HALVES

@@ -311,7 +311,6 @@ class Analyzer:
             and has_gradients
             and place.enclosing is not Enclosing.RECOMPUTATION,
             is_in_loop=place.enclosing is Enclosing.LOOP,
-            keeps_half=self.table.half_results,  # else it may be out of range
         )
         arranged = search.run(lambda i: self._in_half(described.ops[i], body))
         outs = [

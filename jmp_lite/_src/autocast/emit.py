@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast import arithmetic, half_calls, loops, saving, sums
+from jmp_lite._src.autocast import half_calls, loops, saving, sums
 from jmp_lite._src.autocast.digits import Use
 from jmp_lite._src.autocast.storage import (
     HALF,
@@ -324,7 +324,7 @@ class Emitter:
         is_in_loop = plan.place.enclosing is Enclosing.LOOP
         closed = jax.make_jaxpr(compute)(operands)
         return compat.checkpoint(
-            closed, operands, prevent_cse=not is_in_loop, policy=saving.saves_casts
+            closed, operands, prevent_cse=not is_in_loop, policy=None
         )
 
     def run_eqn(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[jax.Array]:
@@ -349,32 +349,16 @@ class Emitter:
         args = segment, eqns, *_of_eqns(segment, eqns, plan), self.half_dtype
         key = _structure(*args), is_in_loop, tuple(map(jax.typeof, operands))
 
-        def run_again(*operands):
-            leaves, tree = jax.tree.flatten(operands)
+        with compat.source_context(around):
             if key not in self._segments:
-
-                def compute(*leaves):
-                    operands = jax.tree.unflatten(tree, leaves)
-                    return _compute(*args, *operands)[0]
-
-                self._segments[key] = jax.make_jaxpr(compute)(*leaves)
+                compute = functools.partial(_compute, *args)
+                self._segments[key] = jax.make_jaxpr(compute)(operands)
             return compat.checkpoint(
                 self._segments[key],
-                leaves,
+                operands,
                 prevent_cse=not is_in_loop,  # XLA does not see through its residuals
                 policy=policy,
             )
-
-        with compat.source_context(around):
-            if not any(segment.kept):
-                return run_again(operands)
-            outs, totals = _compute(*args, [*map(sums.without_derivative, operands)])
-            kept = [
-                saving.Kept.of(x, self.half_dtype) if is_kept else x
-                for x, is_kept in zip(operands, segment.kept, strict=True)
-            ]
-            expressions = run_again(kept, totals)
-            return list(map(sums.differentiate_as, outs, expressions))
 
     def _compute(
         self, segment: Segment, plan: Plan, values: Values
@@ -383,7 +367,7 @@ class Emitter:
         operands = values.read(segment.reads, segment.half_in)
         eqns = [plan.jaxpr.eqns[i] for i in segment.eqns]
         args = segment, eqns, *_of_eqns(segment, eqns, plan), self.half_dtype
-        return _compute(*args, operands)[0]
+        return _compute(*args, operands)
 
     def _rewrite_vjp(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Return a rule of a VJP rewritten, in the dtypes that it was written for."""
@@ -500,15 +484,8 @@ def _structure(
 
     jaxpr = types.SimpleNamespace(eqns=eqns, invars=segment.reads, constvars=())
     jaxpr.outvars = *segment.writes, *rounded
-    options = segment.half_in, segment.half_out, segment.compares, segment.kept
+    options = segment.half_in, segment.half_out, segment.compares
     return structure(jaxpr, place), options, bounded, half_dtype
-
-
-def _read(var: Var, x: Any) -> Any:
-    """Return what a segment reads, in float32 if it is."""
-    if isinstance(x, saving.Kept):
-        return x.read()
-    return sums.read_stored(x) if core.is_f32(var) and x.dtype != F32 else x
 
 
 def _compute(
@@ -518,32 +495,24 @@ def _compute(
     rounded: Sequence[Var],
     half_dtype: DTypeLike,
     operands: Sequence[jax.Array],
-    totals: Sequence[jax.Array] | None = None,
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return what a segment writes, in float32 arithmetic of what it reads; its totals.
-
-    Totals, the results of sums, that are known are differentiated, and not computed
-    again.
-    """
-    known = {v: _read(v, x) for v, x in zip(segment.reads, operands, strict=True)}
-    given, found, made_by = iter(totals or ()), [], {}
+) -> list[jax.Array]:
+    """Return what a segment writes, in float32 arithmetic of what it reads."""
+    known = {
+        v: sums.read_stored(x) if is_f32(v) and x.dtype != F32 else x
+        for v, x in zip(segment.reads, operands, strict=True)
+    }
+    made_by = {}
     for eqn, of_eqn in zip(eqns, bounded, strict=True):
         read = [v.val if compat.is_literal(v) else known[v] for v in eqn.invars]
         read = sums.bounded(read, of_eqn, half_dtype)
-        results = binding.bind(eqn, read)
-        if arithmetic.is_reduction(eqn):
-            if totals is not None:
-                results = [sums.differentiate_as(next(given), *results)]
-            found += results
-        known.update(zip(eqn.outvars, results, strict=True))
+        known.update(zip(eqn.outvars, binding.bind(eqn, read), strict=True))
         made_by.update(dict.fromkeys(eqn.outvars, eqn))
         for v in eqn.outvars:
             if v in rounded:
                 known[v] = sums.rounded_backward(known[v], half_dtype)
-    outs = [  # a cast is in the name scope of what made the value
+    return [  # a cast is in the name scope of what made the value
         binding.call(made_by[v], lax.convert_element_type, known[v], half_dtype)
         if half
         else known[v]
         for v, half in zip(segment.writes, segment.half_out, strict=True)
     ]
-    return outs, found

@@ -1,21 +1,14 @@
-"""What is saved for the backward pass: policies for `jax.checkpoint`, rows in half."""
+"""What is saved for the backward pass: policies for `jax.checkpoint`."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.typing import DTypeLike
-
-from jmp_lite._src.autocast import products, sums
+from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.arithmetic import reduces
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.primitives import Fact, facts
 
 # The total of fewer terms is computed again.
 _FEW = 8
-# The largest number of a row, as it is kept, is below two to these powers.
-_EXPONENTS = 0, 15
 
 
 def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
@@ -69,46 +62,3 @@ def saves_sums(primitive: Any, *avals: Any, **params: Any) -> bool:
     """
     is_chosen = facts(primitive.name) & Fact.CHOOSES
     return not is_chosen and saves_totals(primitive, *avals, **params)
-
-
-def saves_casts(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """Return whether the result is what a product has cast of a float32 weight."""
-    return primitive.name == "name" and params["name"] == products.CAST_OPERAND
-
-
-class Kept(NamedTuple):
-    """What a loop keeps of a float32 array: half, and two numbers per row.
-
-    Attributes:
-      half: the rows, less their means, divided by their scales.
-      mean: that of a row that is far from zero, else 0: rounded as it is, such a row,
-        less its mean, would be rounding error.
-      scale: a power of two that brings the largest number of a row into the range in
-        which float16 has all digits of numbers much smaller than that; mostly 1.
-      array: the array, for its first derivative in float32; nothing of it is kept.
-    """
-
-    half: jax.Array
-    mean: jax.Array
-    scale: jax.Array
-    array: jax.Array
-
-    @classmethod
-    def of(cls, x: jax.Array, half_dtype: DTypeLike) -> "Kept":
-        """Keep an array that has rows."""
-        value = sums.without_derivative(x)
-        mean = jnp.mean(value, -1, keepdims=True)
-        is_far = jnp.abs(mean) > 8 * jnp.std(value, -1, keepdims=True)
-        mean = jnp.where(is_far & lax.is_finite(mean), mean, 0)
-        rest = value - mean
-        finite = jnp.where(lax.is_finite(rest), jnp.abs(rest), 0)
-        _, exponent = jnp.frexp(jnp.max(finite, -1, keepdims=True))
-        moved = exponent - jnp.clip(exponent, *_EXPONENTS)
-        scale = jnp.ldexp(jnp.float32(1), jnp.clip(moved, -126, 126))
-        half = lax.convert_element_type(rest / scale, half_dtype)
-        return cls(sums.differentiate_as(half, x / scale), mean, scale, x)
-
-    def read(self) -> jax.Array:
-        """Return the array in float32."""
-        value = sums.read_stored(self.half) * self.scale + self.mean
-        return sums.first_derivative_as(value, self.array)

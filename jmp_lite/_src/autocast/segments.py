@@ -66,7 +66,7 @@ class Search:
     """Finds the segments of a jaxpr, and which of their results are stored in half.
 
     Without segments, the arithmetic is the same, and the backward pass keeps what JAX
-    does. In a loop, it `keeps_half` of what is float32, as what the loop carries.
+    does.
     """
 
     def __init__(
@@ -79,14 +79,12 @@ class Search:
         *,
         has_segments: bool,
         is_in_loop: bool,
-        keeps_half: bool,
     ):
         self.jaxpr, self.eqns, self.plans = jaxpr, jaxpr.eqns, list(plans)
         self.held, self.structure = held, structure
         # What is returned has no use if the caller does not read it.
         self.uses = defaultdict(int, uses)
         self.has_segments, self.is_in_loop = has_segments, is_in_loop
-        self.keeps_half = is_in_loop and keeps_half
         self.made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.readers: dict[Var, list[int]] = defaultdict(list)
         self.returned = set(variables(jaxpr.outvars))
@@ -466,7 +464,6 @@ class Search:
     def _segment(self, group: Sequence[int], half: Set[Var]) -> Segment | None:
         """Return the segment of equations, None if nothing reads what it makes."""
         inside = set(group)
-        size = max(core.size(self.eqns[i].outvars[0]) for i in group)
         made = {v for i in group for v in self.eqns[i].outvars}
         moves = self._moves_before(group, made)
         indices = [*moves, *group]
@@ -488,16 +485,6 @@ class Search:
             writes=tuple(writes),
             half_out=tuple(v in half for v in writes),
             compares=compares([self.eqns[i] for i in group], self.differentiated),
-            kept=tuple(
-                self.keeps_half
-                and v in self.computed
-                and v not in half
-                # A loop keeps each of them as often as it runs.
-                and core.is_f32(v)
-                and len(v.aval.shape) > 0
-                and core.size(v) * 2 >= size
-                for v in reads
-            ),
         )
 
     def _moves_before(self, group: Sequence[int], made: Set[Var]) -> list[int]:

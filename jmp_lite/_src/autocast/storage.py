@@ -186,9 +186,6 @@ class Segment(NamedTuple):
     writes: tuple[Var, ...]  # what others read of it
     half_out: tuple[bool, ...]
     compares: bool  # whether numbers of it must be equal to the last bit
-    # Per value that it reads, whether the backward pass of a loop keeps it in half
-    # though it is float32, as what the loop carries.
-    kept: tuple[bool, ...] = ()
 
 
 class Part(NamedTuple):

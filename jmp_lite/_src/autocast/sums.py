@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.experimental import jet
 from jax.interpreters import ad, batching
 from jax.typing import DTypeLike
@@ -115,21 +114,6 @@ def without_derivative(x: jax.Array) -> jax.Array:
     """
     return x
 
-
-def _jvp_of_first(primals: Any, tangents: Any) -> Any:
-    value, tangent = primals[0], tangents[1]
-    is_zero = isinstance(tangent, SymbolicZero)
-    return value, jnp.zeros_like(value) if is_zero else tangent
-
-
-# Returns a value with the first derivative of an array, of which nothing is kept for
-# the backward pass; the second derivative is that of the value.
-first_derivative_as = new_primitives.new_primitive(
-    "first_derivative_as",
-    lambda value, array: value,
-    _jvp_of_first,
-    lambda args, axes: first_derivative_as(*all_mapped(args, axes)),
-)
 
 # Operations.
 
