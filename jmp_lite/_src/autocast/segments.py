@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast import parts, rules, sums
+from jmp_lite._src.autocast import rules, sums
 from jmp_lite._src.autocast.arithmetic import (
     adds,
     compares,
@@ -38,6 +38,7 @@ from jmp_lite._src.autocast.arithmetic import (
     without_gradients,
 )
 from jmp_lite._src.autocast.digits import Structure, Use
+from jmp_lite._src.autocast.parts import find_parts
 from jmp_lite._src.autocast.storage import (
     HALF,
     INPUT,
@@ -512,8 +513,8 @@ class Search:
     def _steps(
         self, segments: Sequence[Segment], plans: Sequence[EqnPlan]
     ) -> list[int | Segment | Part]:
-        search = parts.Search(self.eqns, plans, self.readers, self.returned)
-        found = search.run(segments) if self.has_segments else []
+        of_jaxpr = self.eqns, plans, self.readers, self.returned
+        found = find_parts(segments, *of_jaxpr) if self.has_segments else []
         done = {i for s in segments for i in s.eqns if self.is_inside[i]}
         done |= {part.product for part in found}
         in_parts = [part.activation for part in found]
