@@ -76,6 +76,13 @@ def far_targets_of_examples(mm, w):
     return jax.vmap(lambda x: _squared_error(mm, w, x))(jnp.asarray(X)[:, None]).mean()
 
 
+def deviation_of_a_norm(mm, w):
+    """What `jnp.var` chooses is no activation: nothing is rounded for its gradient."""
+    h = mm(X, w)
+    h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-3)
+    return jnp.mean(jnp.sqrt(jnp.var(h, -1) + 1e-3))
+
+
 def gates(mm: Any, w: Any) -> Any:
     return jax.nn.sigmoid(mm(X, w) + 6)
 
@@ -144,6 +151,7 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "difference_of_softmaxes": difference_of_softmaxes,
     "softmax_less_its_mean": lambda mm, w: jax.nn.softmax(mm(X, w / 16)) - 1 / N,
     "sinkhorn": sinkhorn,
+    "deviation_of_a_norm": deviation_of_a_norm,
     "far_targets": far_targets,
     "far_targets_of_examples": far_targets_of_examples,
 }

@@ -28,6 +28,17 @@ def test_what_is_equal_is_computed_once_and_so_is_what_reads_it():
     np.testing.assert_array_equal(binding.evaluate(merged.jaxpr, (), [X])[0], fun(X))
 
 
+def test_moves_stay_and_what_reads_them_is_computed_once():
+    """Of products that read the same in half, each has a gradient of its own."""
+
+    def fun(x):
+        x = x.reshape(2, 4)
+        return jnp.sin(x.T) @ jnp.cos(x.T).T + jnp.sin(x.T).sum()
+
+    found = names(fun, X)
+    assert (found.count("transpose"), found.count("sin")) == (4, 1)
+
+
 @pytest.mark.parametrize("change", [jax.jit, lambda f: jax.jit(jax.jit(f))])
 def test_in_calls_and_loops(change):
     def body(carry, x):
@@ -47,8 +58,9 @@ def test_in_calls_and_loops(change):
         lambda x: sum(jax.checkpoint(jnp.tanh)(x) for _ in range(2)),
         lambda x: jnp.tanh(x) + jnp.tanh(2 * x),
         lambda x: sum(jnp.tanh(x.astype(jnp.bfloat16)) for _ in range(2)),
+        lambda x: (lambda y: jnp.tanh(y) + jnp.tanh(y))(x.astype(jnp.float16)),
     ],
-    ids=["returned", "barrier", "checkpoint", "other", "cast to half"],
+    ids=["returned", "barrier", "checkpoint", "other", "cast to half", "of half"],
 )
 def test_what_stays_apart(fun):
     assert names(fun, X).count("tanh") == 2

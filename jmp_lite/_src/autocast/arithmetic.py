@@ -149,7 +149,8 @@ def summed_backward(eqns: Sequence[Eqn], constant: Set[Var]) -> list[Var]:
         size = core.size(eqn.outvars[0])
         operands = [v for v in variables(eqn.invars) if v not in constant]
         made_of = [summed[v] for v in operands if v in summed]
-        if chooses(eqn) or not is_polynomial(eqn):
+        # A call of `jnp.var` chooses, too, but is a statistic.
+        if size * 2 >= largest and (chooses(eqn) or not is_polynomial(eqn)):
             large = (v for v in made_of if core.size(v) * 2 >= largest)
             found.update((v, None) for v in filter(core.is_f32, large))
         is_first = (
