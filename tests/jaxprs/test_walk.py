@@ -84,13 +84,13 @@ def sites_of(fun: Any, *args: Any) -> list[Site]:
 
 
 def _cases(programs: Any, short: int | None = None) -> list[Any]:
-    """Return programs as cases; all are `full` but each fourth, from `short` on."""
+    """Return programs as cases; all are `full` but each sixth, from `short` on."""
     standard, full = [pytest.mark.standard_promotion], [pytest.mark.full]
     return [
         pytest.param(
             program,
             id=program.name,
-            marks=standard * program.third_party + full * (i % 4 != short),
+            marks=standard * program.third_party + full * (i % 6 != short),
         )
         for i, program in enumerate(programs)
     ]
