@@ -362,6 +362,9 @@ def test_a_layer_or_an_operation_in_float32_holds_nothing_in_half():
     assert sum(r.is_half for r in whole.rows) > sum(r.is_half for r in report.rows)
     # The second is returned, and not stored in half.
     assert [r.dtype for r in rows(whole, "tanh")] == ["bfloat16", "float32"]
+    exact = np.tanh(1.0)  # of both products; what is stored is compared
+    error = abs(float(jnp.bfloat16(exact)) / exact - 1)
+    assert rows(whole, "tanh")[0].error == pytest.approx(error, rel=1e-2)
     rules = jmp.ops.OpRules.default(jnp.bfloat16).replace(dot_general="float32")
     ruled = dry_run(two_layers, "mixed_bfloat16", rules=rules)(W, X)
     assert not any(r.is_half for r in ruled.rows)
