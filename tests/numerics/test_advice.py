@@ -97,13 +97,8 @@ def patterns(advice: Advice) -> list[str]:
 @pytest.mark.parametrize(
     ("loss_fn", "reason", "policy"),
     [
-        (
-            overflowing,
-            r"dot_general at .* beyond 6.55e\+04, in",
-            "mixed_float16",
-        ),
+        (overflowing, r"dot_general at .* beyond 6.55e\+04, in", "mixed_float16"),
         (cancelling, "sub at .* has an error of", "mixed_bfloat16"),
-        (cancelling, "sub at .* has an error of", "mixed_float16"),
     ],
 )
 def test_following_the_advice_repairs_the_training(loss_fn, reason, policy):
@@ -151,6 +146,13 @@ def in_a_scan(ws, x):
     return lax.scan(step, jnp.float32(0.0), ws)[0]
 
 
+def through_float32(w, x):
+    p = mix(w, x)
+    with jax.named_scope("between"):  # rounds nothing that matters
+        p = 0.5 * p + 0.5
+    return gap(p)
+
+
 def in_remat(w, x):
     return jax.checkpoint(gap)(jax.checkpoint(mix)(w, x))
 
@@ -162,8 +164,13 @@ def in_vmap(ws, x):
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("loss_fn", "args"),
-    [(in_a_row, ONES), (in_a_scan, STACKED), (in_remat, ONES), (in_vmap, STACKED)],
-    ids=["in_a_row", "in_a_scan", "in_remat", "in_vmap"],
+    [
+        (through_float32, ONES),
+        (in_a_scan, STACKED),
+        (in_remat, ONES),
+        (in_vmap, STACKED),
+    ],
+    ids=["through_float32", "in_a_scan", "in_remat", "in_vmap"],
 )
 def test_an_error_is_traced_to_the_layer_that_has_lost_the_digits(
     loss_fn: Any, args: Any, half: str
@@ -186,21 +193,6 @@ def test_a_dry_run_names_the_operation_that_has_lost_the_digits(half: str) -> No
     assert sub.added_error > 0.25 and sub.layer == "gap"
     assert sub.cause == ("mix", "dot_general", line)
     assert DryRunReport.from_json(report.to_json()) == report
-
-
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_a_clipped_sigmoid_needs_no_layer_in_float32(half: str) -> None:
-    def loss(w, x):
-        with jax.named_scope("predict"):
-            p = jnp.clip(jax.nn.sigmoid(x @ w), 1e-7, 1 - 1e-7)
-        with jax.named_scope("loss"):
-            return -jnp.mean(jnp.log(1.0 - p))
-
-    args = jnp.ones((2, 1)), jnp.linspace(-10.0, 10.0, 24)[:, None] * jnp.ones((1, 2))
-    advice = advise(loss, f"mixed_{half}")(*args)
-    assert patterns(advice) == [] and advice.left == ()
-    got = jax.jit(jmp.autocast(loss, advice.policy))(*args)
-    np.testing.assert_allclose(got, loss(*args), rtol=1e-3)
 
 
 def test_what_overflows_in_the_next_layer_is_that_layers_own():
@@ -298,16 +290,22 @@ def test_a_function_of_integers_has_no_gradient_in_half():
     assert advice.reasons == ("No gradient is in half: no loss scale.",)
 
 
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_attention_with_norms_stays_in_half(policy):
-    loss, params, tokens = compilations.transformer(blocks=1)
-    advice = advise(loss, policy)(params, tokens)
-    assert patterns(advice) == []
-    assert advice.left == ()
+def a_clipped_sigmoid():
+    def loss(w, x):
+        with jax.named_scope("predict"):
+            p = jnp.clip(jax.nn.sigmoid(x @ w), 1e-7, 1 - 1e-7)
+        with jax.named_scope("loss"):
+            return -jnp.mean(jnp.log(1.0 - p))
+
+    x = jnp.linspace(-10.0, 10.0, 24)[:, None] * jnp.ones((1, 2))
+    return loss, jnp.ones((2, 1)), x
 
 
-def test_a_masked_softmax_stays_in_half():
+def attention_with_norms():
+    return compilations.transformer(blocks=1)
+
+
+def a_masked_softmax():
     """Its mask is beyond float16, and no one stores it."""
 
     def loss(w, x):
@@ -316,9 +314,21 @@ def test_a_masked_softmax_stays_in_half():
             logits = jnp.where(jnp.tril(jnp.ones_like(logits)), logits, -1e9)
             return jnp.mean(jnp.square(jax.nn.softmax(logits) @ (x @ w) @ w))
 
-    advice = advise(loss, "mixed_float16")(jnp.eye(8), X)
-    assert patterns(advice) == []
+    return loss, jnp.eye(8), X
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "make", [a_clipped_sigmoid, attention_with_norms, a_masked_softmax]
+)
+def test_what_is_right_in_half_stays_in_half(make, policy):
+    loss, *args = make()
+    advice = advise(loss, policy)(*args)
+    assert patterns(advice) == [] and advice.left == ()
     assert not any(row.overflow for row in advice.report.rows if row.is_half)
+    got = jax.jit(jmp.autocast(loss, advice.policy))(*args)
+    np.testing.assert_allclose(got, loss(*args), rtol=0.02)
 
 
 def test_the_rules_of_the_start_stay_behind_those_that_are_new():

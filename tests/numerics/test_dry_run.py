@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from autocast_corpus import PROGRAMS, Program
 from autocast_corpus.program import DTYPES, POLICIES, relative_error
-from flax import nnx
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -70,7 +69,7 @@ def floats(x: Any) -> bool:
 def _cases() -> list[Any]:
     """Return each program in both kinds of half, and its gradient.
 
-    `make test` asks it of the values of half of them, and of a few gradients.
+    `make test` asks it of the values of a third of them, and of a few gradients.
     """
     cases = []
     for i, program in enumerate(PROGRAMS):
@@ -78,7 +77,7 @@ def _cases() -> list[Any]:
             for of in ("values", "gradient"):
                 if of == "gradient" and "grad_outside" in program.without:
                     continue
-                is_short = i % 4 == k if of == "values" else i % 8 == 2 * k
+                is_short = i % 6 == k if of == "values" else i % 12 == 3 * k
                 marks = [pytest.mark.standard_promotion] * program.third_party
                 marks += [pytest.mark.full] * (not is_short)
                 name = f"{program.name}-{half}-{of}"
@@ -156,22 +155,6 @@ def test_what_is_not_looked_into_runs_as_autocast_has_it(half: str) -> None:
         np.testing.assert_array_equal(np.asarray(got, np.float32), wanted)
     primitives = {row.primitive for row in report.rows}
     assert {"shard_map", "while", "cond"} <= primitives
-
-
-@pytest.mark.parametrize("half", POLICIES)
-def test_the_gradient_runs_as_autocast_has_it(half: str) -> None:
-    def loss(w, x):
-        def layer(x, w):
-            return jax.checkpoint(lambda x: jnp.tanh(x @ w))(x), None
-
-        return jnp.sum(lax.scan(layer, x, w)[0] ** 2)
-
-    w, x = jnp.linspace(-1.0, 1.0, 32).reshape(2, 4, 4), jnp.ones((3, 4))
-    grad = jax.grad(loss)
-    _, (low,), report = run_both(grad, POLICIES[half], w, x)
-    expected = in_autocast(grad, POLICIES[half], w, x)
-    assert relative_error([low], [expected]) < 1e-6
-    assert {row.direction for row in report.rows} == {"forward", "backward"}
 
 
 SHARES = {"nonfinite", "zero", "subnormal", "underflow", "overflow"}
@@ -347,22 +330,16 @@ def test_a_loop_counts_all_of_its_iterations():
     assert sum(mul.histogram) == 24
 
 
-def test_a_branch_that_is_not_taken_has_no_rows():
+def test_loops_and_branches_run_as_in_float32():
     def fun(w, x):
+        x = lax.while_loop(lambda x: x[0, 0] < 1.0, lambda x: (x + 0.0003) @ w, x)
         return lax.cond(x[0, 0] > 0.0, lambda x: jnp.exp(x @ w), lambda x: x * 1e9, x)
-
-    report = dry_run(fun, "mixed_float16")(jnp.eye(2), jnp.ones((2, 2)))
-    assert rows(report, "exp") and not rows(report, "mul")
-
-
-def test_a_while_runs_as_often_as_in_float32():
-    def fun(w, x):
-        return lax.while_loop(lambda x: x[0, 0] < 1.0, lambda x: (x + 0.0003) @ w, x)
 
     report = dry_run(fun, "mixed_bfloat16")(jnp.eye(2), jnp.full((2, 2), 0.99))
     # In bfloat16 alone, 0.9902 + 0.0003 rounds back, and it would never end.
     add = row(report, "add")
     assert (add.size, add.times) == (4 * 34, None)
+    assert rows(report, "exp") and not rows(report, "mul")
 
 
 def two_layers(w, x):
@@ -385,6 +362,9 @@ def test_a_layer_or_an_operation_in_float32_holds_nothing_in_half():
     assert sum(r.is_half for r in whole.rows) > sum(r.is_half for r in report.rows)
     # The second is returned, and not stored in half.
     assert [r.dtype for r in rows(whole, "tanh")] == ["bfloat16", "float32"]
+    exact = np.tanh(1.0)  # of both products; what is stored is compared
+    error = abs(float(jnp.bfloat16(exact)) / exact - 1)
+    assert rows(whole, "tanh")[0].error == pytest.approx(error, rel=1e-2)
     rules = jmp.ops.OpRules.default(jnp.bfloat16).replace(dot_general="float32")
     ruled = dry_run(two_layers, "mixed_bfloat16", rules=rules)(W, X)
     assert not any(r.is_half for r in ruled.rows)
@@ -440,12 +420,6 @@ def test_a_linen_model_has_its_modules_as_layers(getkey) -> None:
     lines = {r.line for r in report.rows if r.layer == "Net/up"}
     assert lines == {f"{__file__}:{line}"}
     assert {r.layer for r in report.layers(1)} == {"Net"}
-
-
-def test_an_nnx_module_is_no_argument() -> None:
-    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match=r"got an nnx module.*nnx\.split"):
-        dry_run(lambda m, x: m(x), "mixed_float16")(model, jnp.ones((2, 3)))
 
 
 def test_where_a_maximum_starts_in_half_is_no_overflow() -> None:

@@ -89,15 +89,6 @@ def test_the_derivative_of_a_checkpoint_is_in_the_layer_it_is_of() -> None:
     }
 
 
-def test_the_worst_comes_first() -> None:
-    def fun(x, w):
-        y = jax.nn.softmax(x @ w.astype(x.dtype))
-        return (x.astype(F32) @ w) + (y / 1e-9).astype(F32)
-
-    report = lint(fun, "mixed_float16")(f16(8, 8), f32(8, 8))
-    assert [f.severity for f in report.findings] == ["error", "warning", "speed"]
-
-
 def test_the_share_of_float32_flops_is_by_line_and_in_total() -> None:
     def fun(x, w):
         y = x @ w
@@ -112,17 +103,23 @@ def test_the_share_of_float32_flops_is_by_line_and_in_total() -> None:
     ]
 
 
-def test_a_report_is_as_long_and_as_true_as_its_findings_and_a_table() -> None:
-    report = lint(lambda x: attend(x) / 1e-9, "mixed_float16")(f16(12, 8))
+def test_a_report_is_as_long_and_as_true_as_its_findings_and_has_the_worst_first():
+    def fun(x, w):
+        y = jax.nn.softmax(x @ w.astype(x.dtype))
+        return (x.astype(F32) @ w) + (y / 1e-9).astype(F32)
+
+    report = lint(fun, "mixed_float16")(f16(12, 8), f32(8, 8))
     assert report
+    severities = [f.severity for f in report.findings]
+    assert severities == ["error", "warning", "speed", "speed"]
     lines = str(report).splitlines()
-    assert len(report) == len([x for x in lines if not x.startswith("    ")]) == 3
+    assert len(report) == len([x for x in lines if not x.startswith("    ")]) == 4
     assert LintReport.from_json(report.to_json()) == report
     assert json.loads(report.to_json())["findings"][0]["severity"] == "error"
-    assert report.table().row_count == 3
+    assert report.table().row_count == 4
     text = printed(report.table(), width=200)
-    assert "lint: 3 findings, 0.0% of matrix-product FLOPs left in float32" in text
-    assert "softmax-in-half" in text and "no multiple of 8: 12 ×2" in text
+    assert "lint: 4 findings, 50.0% of matrix-product FLOPs left in float32" in text
+    assert "softmax-in-half" in text and "no multiple of 8: 12" in text
     sound = lint(jnp.tanh, "mixed_float16")(f16(4))
     assert not sound
     assert len(sound) == 0 and str(sound) == "no findings"
@@ -237,22 +234,13 @@ def test_arrays_shapes_and_other_arguments_are_all_arguments() -> None:
 X = f16(4, 8)
 ROWS = [3, 1, 1]
 
+# One of each kind: what single primitives do is tested with their facts.
 MOVES: dict[str, Callable[[Any], Any]] = {
     "reshape": lambda x: x.reshape(x.shape[::-1]),
-    "transpose": lambda x: x.T,
-    "squeeze": lambda x: jnp.squeeze(x[:1], 0),
-    "expand_dims": lambda x: x[:, None],
     "broadcast": lambda x: jnp.broadcast_to(x, (3, 4, 8)),
-    "repeat": lambda x: jnp.repeat(x, 2, 0),
-    "tile": lambda x: jnp.tile(x, (2, 3)),
-    "rev": lambda x: x[::-1],
-    "slice": lambda x: x[1:, ::2],
     "dynamic_slice": lambda x: lax.dynamic_slice(x, (1, 2), (2, 2)),
     "gather": lambda x: x[jnp.asarray(ROWS)],
-    "take": lambda x: jnp.take(x, jnp.asarray(ROWS), axis=1),
     "split": lambda x: jnp.split(x, 2)[1],
-    "unstack": lambda x: jnp.unstack(x)[2],
-    "stop_gradient": lax.stop_gradient,
     "name": lambda x: checkpoint_name(x, "moved"),
     "barrier": lambda x: lax.optimization_barrier((x, x[:1]))[0],
     "jit": jax.jit(lambda x: jnp.tile(x, (2, 1))),
@@ -262,12 +250,8 @@ MOVES: dict[str, Callable[[Any], Any]] = {
 }
 JOINS: dict[str, Callable[[Any], Any]] = {
     "concatenate": lambda x: jnp.concatenate([x, x[1:]]),
-    "stack": lambda x: jnp.stack([x, x[::-1]]),
     "stack of one": lambda x: jnp.stack([x]),
-    "hstack": lambda x: jnp.hstack([x, x[:, :2]]),
-    "roll": lambda x: jnp.roll(x, 1, 0),
     "pad": lambda x: jnp.pad(x, 1, mode="edge"),
-    "block": lambda x: jnp.block([[x, x], [x, x]]),
     "update": lambda x: lax.dynamic_update_slice(x, x[:2, :2], (1, 1)),
     "scatter": lambda x: x.at[jnp.asarray(ROWS)].set(x[:3]),
     "stack under vmap": jax.vmap(lambda x: jnp.stack([x, x])),
@@ -313,11 +297,6 @@ def an_eps_of_a_divisor(move, x):
 
 
 @behind_moves("eps-underflows", X)
-def a_divisor_of_zero(move, x):
-    return move(x) / move(jnp.full(x.shape, 1e-9, F16))
-
-
-@behind_moves("eps-underflows", X)
 def a_subnormal_eps(move, x):
     return lax.rsqrt(move(x) + move(jnp.full(x.shape, 1e-6, F32)).astype(F16))
 
@@ -325,11 +304,6 @@ def a_subnormal_eps(move, x):
 @behind_moves("constant-becomes-one", X)
 def a_limit_near_one(move, p):
     return jnp.log1p(-move(jnp.minimum(p, 1 - 1e-7)).astype(F32))
-
-
-@behind_moves("constant-becomes-one", f32(4, 8))
-def a_number_near_one(move, p):
-    return move(p).astype(F16) * move(jnp.full(p.shape, 1 - 1e-5, F32)).astype(F16)
 
 
 # Of several arrays, each would be a case of its own.
@@ -348,17 +322,12 @@ def squares_summed_later(move, x):
     return jnp.sum(move(x * x).astype(F32))
 
 
-IN_ORDER = "expand_dims", "reshape", "barrier", "stop_gradient"
+IN_ORDER = "reshape", "name", "barrier"
 
 
 @behind_moves("squares-in-half", X, behind={name: MOVES[name] for name in IN_ORDER})
 def squares_of_one_array_moved_twice(move, x):
     return x * jnp.vdot(move(x), move(x))
-
-
-@behind_moves("positions-in-half", policy="mixed_bfloat16")
-def rounded_positions(move):
-    return move(jnp.arange(1000, 1032).reshape(4, 8)).astype(jnp.bfloat16)
 
 
 @behind_moves("positions-in-half", bf16(4, 8), policy="mixed_bfloat16")

@@ -25,19 +25,14 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(4, 4)), jnp.float32)
 
 
-def linen_model(half: str, module: Any = None) -> Any:
-    module = module or linen_models.Mlp()
-    model = linen_models.with_policy(module, f"mixed_{half}")
+def scanned_linen_model(half: str) -> Any:
+    model = linen_models.with_policy(linen_models.scanned(), f"mixed_{half}")
 
     def loss(variables, x):
         out, *_ = jax.tree.leaves(model.apply(variables, x))
         return jnp.mean(out)
 
     return loss, linen_models.init(model, X)
-
-
-def scanned_linen_model(half: str) -> Any:
-    return linen_model(half, linen_models.scanned())
 
 
 def nnx_model(half: str, module: Any = None) -> Any:
@@ -50,29 +45,15 @@ def autocast_function(half: str) -> Any:
     return jmp.autocast(lambda w, x: jnp.mean(x @ w @ w), f"mixed_{half}"), W
 
 
-def casts_by_hand(half: str) -> Any:
-    def loss(w, x):
-        w, x = w.astype(half), x.astype(half)
-        return jnp.mean((x @ w).astype(jnp.float32))
-
-    return loss, W
-
-
 def half_parameters(half: str) -> Any:
     return lambda w, x: jnp.mean(x.astype(w.dtype) @ w), W.astype(half)
 
 
-def casts_in_a_scan(half: str) -> Any:
-    loss, _ = casts_by_hand(half)
-
-    def step(total, w):
-        return total + loss(w, X), None
-
-    return lambda ws, x: lax.scan(step, jnp.sum(0 * x), ws)[0], jnp.stack([W, W])
-
-
 def casts_in_remat_and_vmap(half: str) -> Any:
-    loss, _ = casts_by_hand(half)
+    def loss(w, x):
+        w, x = w.astype(half), x.astype(half)
+        return jnp.mean((x @ w).astype(jnp.float32))
+
     losses = jax.vmap(jax.checkpoint(loss), (0, None))
     return lambda ws, x: jnp.mean(losses(ws, x)), jnp.stack([W, W])
 
@@ -86,13 +67,10 @@ def casts_in_a_shard_map(half: str) -> Any:
 
 
 PROGRAMS = [
-    linen_model,
     scanned_linen_model,
     nnx_model,
     autocast_function,
-    casts_by_hand,
     half_parameters,
-    casts_in_a_scan,
     casts_in_remat_and_vmap,
     casts_in_a_shard_map,
 ]

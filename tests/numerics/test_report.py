@@ -194,7 +194,7 @@ def test_the_heat_map_shows_what_is_lost():
     ticks = [tick.get_text() for tick in axes.get_xticklabels()]
     assert ticks == ["overflow", "underflow", "subnormal", "error"]
     texts = [text.get_text() for text in axes.texts]
-    assert texts[:4] == ["8.3%", "25%", "0", "100%"]
+    assert texts[:4] == ["8.3%", "25.0%", "0", "100.0%"]
 
 
 def test_json_comes_back_exactly_and_has_no_infinity():

@@ -159,11 +159,6 @@ def divisor_that_is_zero_in_half(x):
     return centred(x)
 
 
-@of_constant("mul", jnp.ones(2, jnp.bfloat16), dtype="bfloat16", out_of=(1.0, INF))
-def factor_that_is_infinite_in_bfloat16(x):
-    return centred(x * INF)  # here
-
-
 @of_constant("mul", SMALL, out_of=(ENDS, (1.0, INF)))
 def factors_one_of_which_is_infinite_in_half(x):
     return centred(x * WITH_ONE_BEYOND)  # here
@@ -204,16 +199,6 @@ def factor_that_is_scanned(x):
 def factor_of_a_gradient(x):
     with jax.named_scope("layer"):
         return x * INF  # here
-
-
-@of_constant("mul", SMALL, out_of=(ENDS, INF))
-def factor_in_a_custom_jvp(x):
-    @jax.custom_jvp
-    def grow(x):
-        return x * INF  # here
-
-    grow.defjvp(lambda primals, tangents: (grow(*primals), tangents[0]))
-    return centred(grow(x))
 
 
 # Masks are no causes, whatever was done with them: here every number is masked.

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
+from jax.typing import DTypeLike
 
 from jmp_lite._src import arguments, dtypes, reports
 from jmp_lite._src.autocast import transform
@@ -134,7 +135,7 @@ class Advice(reports.Report):
         return [*shown, *self.code().split("\n")]
 
     def _table(self, every):
-        rules: Sequence[Any] = [("", self.policy)]
+        rules: Sequence[tuple[str, Policy | PolicyMap]] = [("", self.policy)]
         if isinstance(self.policy, PolicyMap):
             rules = [*self.policy.rules, ("everything else", self.policy.default)]
         return reports.Table(
@@ -242,14 +243,15 @@ class _Turn:
 class _Search:
     """The search for a policy and a loss scale. `run` fills the last three fields."""
 
-    step_of: Callable[[float], Any]  # what a dry run runs, of the loss scale
+    # What a dry run runs, of the loss scale.
+    step_of: Callable[[float], Callable[..., Any]]
     start: Policy | PolicyMap
     args_and_kwargs: tuple[Any, Any]
-    dtype: Any
+    dtype: DTypeLike
     headroom: float
     previous: Advice | None
     # The magnitudes of the program without a loss scale, by `_keyed`.
-    unscaled: dict[Any, float] = dataclasses.field(default_factory=dict)
+    unscaled: dict[tuple[int, str], float] = dataclasses.field(default_factory=dict)
     # The layers that must not be in fp8, each with its reason.
     not_in_fp8: dict[str, str] = dataclasses.field(default_factory=dict)
     # What its dry runs compile: most of each is in the others too.
@@ -261,7 +263,7 @@ class _Search:
         if self.previous:
             why.update(self.previous.in_float32)
             self.not_in_fp8.update(self.previous.not_in_fp8)
-        tried: dict[Any, set[str]] = collections.defaultdict(set)
+        tried: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
         turn = self._turn(1.0, why)
         report = turn.measured.report
         self.unscaled.update((key, row.max_abs) for key, row in _keyed(report))
@@ -355,7 +357,8 @@ class _Search:
         default = start.default if is_map else start
         half = dataclasses.replace(default, matmul_dtype=None)
         half = half.with_output_dtype(default.compute_dtype)
-        chosen: dict[str, Any] = {}  # by layer; one inside of another needs no rule
+        # By layer; one inside of another needs no rule.
+        chosen: dict[str, Policy | str] = {}
         for layer in (*layers, *self.not_in_fp8):
             if chosen.keys().isdisjoint(paths_around(layer)):
                 chosen[layer] = "full" if layer in layers else half
@@ -368,7 +371,12 @@ class _Search:
         return PolicyMap(default, rules, allow_unused=is_map)
 
 
-def _scaled_step(loss_fn: Any, argnums: Any, has_aux: bool, scale: float) -> Any:
+def _scaled_step(
+    loss_fn: Callable[..., Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    scale: float,
+) -> Callable[..., Any]:
     def scaled(*args, **kwargs):
         loss, aux = split_aux(loss_fn(*args, **kwargs), has_aux)
         if jnp.shape(loss) != ():
@@ -389,7 +397,7 @@ def _scaled_step(loss_fn: Any, argnums: Any, has_aux: bool, scale: float) -> Any
     return step
 
 
-def _keyed(report: DryRunReport) -> Iterator[tuple[Any, OpStats]]:
+def _keyed(report: DryRunReport) -> Iterator[tuple[tuple[int, str], OpStats]]:
     """Yield the rows of a report, each with a key that other policies do not change."""
     count = 0
     for row in report.rows:
@@ -397,7 +405,7 @@ def _keyed(report: DryRunReport) -> Iterator[tuple[Any, OpStats]]:
         count += not row.is_operand
 
 
-def _fitting_scale(rows: Sequence[OpStats], scale: float, dtype: Any) -> float:
+def _fitting_scale(rows: Sequence[OpStats], scale: float, dtype: DTypeLike) -> float:
     """Return the loss scale that fits, by the gradients that `scale` has scaled."""
     if dtype == jnp.bfloat16 or not rows:
         return 1.0
@@ -407,7 +415,7 @@ def _fitting_scale(rows: Sequence[OpStats], scale: float, dtype: Any) -> float:
 
 
 def _as_loss_scale(
-    rows: Sequence[OpStats], scale: float, dtype: Any
+    rows: Sequence[OpStats], scale: float, dtype: DTypeLike
 ) -> tuple[LossScale, str]:
     if dtype == jnp.bfloat16:
         return NoOpLossScale(), "bfloat16 has the range of float32: no loss scale."
@@ -422,7 +430,7 @@ def _as_loss_scale(
     )
 
 
-def _underflow(rows: Sequence[OpStats], dtype: Any, factor: float) -> float:
+def _underflow(rows: Sequence[OpStats], dtype: DTypeLike, factor: float) -> float:
     """Return the fraction of non-zero gradients that underflow, scaled by a factor."""
     smallest = math.log2(float(jnp.finfo(dtype).smallest_subnormal)) - 1
     counts = [sum(column) for column in zip(*(r.histogram for r in rows), strict=True)]

@@ -3,20 +3,23 @@
 Both runs have the same operations, those of the traced function.
 """
 
-import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from jmp_lite._src.autocast import transform
 from jmp_lite._src.autocast.emit import Emitter
 from jmp_lite._src.autocast.options import OpRules, resolve_rules
 from jmp_lite._src.jaxprs.sites import sites
 from jmp_lite._src.numerics import reference
-from jmp_lite._src.numerics.lockstep import Lockstep, PolicyShadow
-from jmp_lite._src.numerics.nonfinite import tracker_of
+from jmp_lite._src.numerics.lockstep import Lockstep
+from jmp_lite._src.numerics.nonfinite import NonFinite, describe
 from jmp_lite._src.numerics.report import DryRunReport
-from jmp_lite._src.numerics.runs import Cell, Programs, Run
+from jmp_lite._src.numerics.runs import Programs, Run
+from jmp_lite._src.numerics.stretches import Array, is_floating
 from jmp_lite._src.policy import Policy, PolicyMap
 
 
@@ -84,8 +87,8 @@ def dry_run(
 class Measured(NamedTuple):
     """The results of a dry run: in float32, and as the policy has them."""
 
-    outs: list[Any]
-    lows: list[Any]
+    outs: list[Array]
+    lows: list[jax.Array]
     report: DryRunReport
     warning: str
 
@@ -112,21 +115,35 @@ def measure(
     )
     plan, arrays = planned.plan, planned.traced.args
     warning = reference.check_is_float32(plan.jaxpr, caller)
-    shadow = PolicyShadow(Emitter(planned.analyzer))
-    observer = Lockstep(sites(plan.jaxpr), shadow.low_dtype)
-    cells = [Cell(x, x, observer.tag_argument(x, i)) for i, x in enumerate(arrays)]
-    outs, _ = Run(observer, shadow, programs).run(
-        plan.jaxpr, plan.consts, cells, plan=plan
-    )
-    values, lows = [cell.value for cell in outs], [cell.shadow for cell in outs]
-    origin, ranges = observer.first_nonfinite([cell.tag for cell in outs])
-    found = tracker_of(planned.traced, origin, args_and_kwargs).report()
+    observer = Lockstep(sites(plan.jaxpr), compute_dtype)
+    run = Run(observer, Emitter(planned.analyzer), programs)
+    cells = [run.cell(x, observer.tag_argument(x, i)) for i, x in enumerate(arrays)]
+    outs, _ = run.run(plan.jaxpr, plan.consts, cells, plan=plan)
+    values = [x for x, _ in outs]
+    lows = run.values(plan.jaxpr.outvars, [beside.shadow for _, beside in outs])
+    origin, ranges = observer.first_nonfinite([beside.tag for _, beside in outs])
+    found = describe(planned.traced, origin, ranges, args_and_kwargs)
     if found is not None:
-        found = dataclasses.replace(found, operands=ranges)
-        reference.check_is_finite(found, values, caller)
+        _check_is_finite(found, values, caller)
     return Measured(
         outs=values,
-        lows=shadow.returned(plan.jaxpr, lows),
-        report=DryRunReport(tuple(observer.rows()), str(shadow.low_dtype)),
+        lows=lows.read(plan.jaxpr.outvars, (False,) * len(outs)),
+        report=DryRunReport(tuple(observer.rows()), observer.half),
         warning=warning,
+    )
+
+
+def _check_is_finite(found: NonFinite, results: Sequence[Array], caller: str) -> None:
+    """Raise if an operation of the float32 run made a number that is not finite.
+
+    That is found in its results, or in half. Infinite inputs, such as masks, may be
+    results, NaNs may not.
+    """
+    has_nan = any(jnp.isnan(x).any() for x in results if is_floating(x))
+    if found.primitive in ("argument", "constant") and not has_nan:
+        return
+    raise ValueError(
+        f"{caller} compares a program in float32 with itself under a policy, and this "
+        f"one is not finite by itself: {found} No policy repairs that. Repair it, or "
+        "pass a batch and parameters on which the function is finite."
     )

@@ -9,7 +9,8 @@ rounded operands: if the result is as wrong as before, one of these lost the dig
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from jmp_lite._src import compat, dtypes
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.primitives import CAST, Fact, named
-from jmp_lite._src.numerics.stretches import Operation
+from jmp_lite._src.numerics.stretches import Array, Operation
 
 # Operations that round nothing if an operand has the dtype of the result, whose numbers
 # are those of the operands, as they are or with another sign.
@@ -30,7 +31,7 @@ class Tag(NamedTuple):
     error: float  # of the policy's run, relative to float32
     source: int  # the last site that rounded it, or what it is computed from; or -1
     backward: bool  # whether it is of the backward pass
-    origin: Any  # of its non-finite numbers in the float32 run
+    origin: Array  # of its non-finite numbers in the float32 run
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -40,8 +41,8 @@ class Tag(NamedTuple):
 
 def find_source(
     op: Operation,
-    full: Any,
-    low: Any,
+    full: Array,
+    low: Array,
     added_error: float,
     operands: Sequence[Tag],
     limit: float,
@@ -62,7 +63,7 @@ def find_source(
     return worst.source
 
 
-def _rounds(op: Operation, low: Any) -> bool:
+def _rounds(op: Operation, low: Array) -> bool:
     if not dtypes.is_half(low.dtype):
         return False
     was_half = any(x is not None and x.dtype == low.dtype for x in op.low_ins)
@@ -70,7 +71,7 @@ def _rounds(op: Operation, low: Any) -> bool:
 
 
 def _find_by_repeating(
-    op: Operation, full: Any, low: Any, operands: Sequence[Tag], worst: Tag
+    op: Operation, full: Array, low: Array, operands: Sequence[Tag], worst: Tag
 ) -> int:
     """Return the site whose rounding shows if an operation is repeated in float32."""
     rounded = [*op.multiplied, *op.low_ins[len(op.multiplied) :]]
@@ -114,7 +115,7 @@ def error_on_host(low: np.ndarray, full: np.ndarray) -> float:
         return float(relative_error(low, full, np))
 
 
-def relative_error(low: Any, full: Any, xp: Any) -> Any:
+def relative_error(low: Array, full: Array, xp: ModuleType) -> Array:
     """Return `|low - full| / |full|` in the 2-norm, inf if only `low` is not finite."""
     compared = xp.isfinite(full)
     is_lost = (compared & ~xp.isfinite(low)).any()

@@ -198,7 +198,7 @@ def _times(found: Finding) -> str:
 
 def _find(program: Program) -> list[Finding]:
     """Return the findings, equal ones of a line as one, sorted by severity."""
-    alike: dict[Any, tuple[Rule, list[Value]]] = {}
+    alike: dict[tuple[str, ...], tuple[Rule, list[Value]]] = {}
     for rule in RULES:
         for value, what in rule.hits(program):
             key = rule.name, value.line or value.path, value.name, what

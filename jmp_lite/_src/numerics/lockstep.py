@@ -7,124 +7,26 @@ that `autocast` would have computed. Branches and loops are those of the float32
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from jmp_lite._src import compat, dtypes, fp8, trees
-from jmp_lite._src.autocast.emit import Emitter, Rounded, Values
+from jmp_lite._src import dtypes, fp8, trees
 from jmp_lite._src.autocast.rules import Fp8
-from jmp_lite._src.autocast.storage import EqnPlan
-from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.sites import Site
-from jmp_lite._src.jaxprs.walk import Equation
 from jmp_lite._src.numerics import error_sources, origins, stats
 from jmp_lite._src.numerics.error_sources import Tag
 from jmp_lite._src.numerics.origins import NONE, OperandRanges
 from jmp_lite._src.numerics.report import SHARES, OpStats
 from jmp_lite._src.numerics.runs import Observer
-from jmp_lite._src.numerics.stretches import Operation, Shadow, Shadows, unfused
+from jmp_lite._src.numerics.stretches import Array, Operation
 
 # Rounding alone makes errors up to this many roundings: a product of a thousand terms
 # has about one. A cancellation can have any number.
 ROUNDINGS = 32
-
-
-class PolicyShadow(Shadow):
-    """Computes the values of the policy's run, as an `Emitter` does.
-
-    A shadow is what `emit.Values.held` returns of a variable.
-    """
-
-    def __init__(self, emitter: Emitter):
-        self.emitter, self.low_dtype = emitter, emitter.half_dtype
-
-    @property
-    def kind(self) -> Any:
-        return type(self), np.dtype(self.low_dtype)
-
-    def decides(self, eqn_plan: EqnPlan | None) -> Any:
-        if eqn_plan is None:
-            return None
-        rule, plan = eqn_plan.rule, eqn_plan
-        return type(rule), rule.decides, plan.half_in, plan.half_out, plan.bounded
-
-    def start(self, value: Any) -> Any:
-        return value
-
-    def also_reads(self, eqn: Any, eqn_plan: EqnPlan | None) -> Sequence[Any]:
-        operands = eqn_plan.rule.operands(eqn) if eqn_plan else ()
-        return [v for v in operands if all(v is not var for var in eqn.invars)]
-
-    def run_eqn(self, equation: Equation, also: Sequence[Any]) -> Shadows:
-        eqn, eqn_plan, lows = equation.eqn, equation.eqn_plan, equation.tags
-        is_plain = eqn_plan is None or not (eqn_plan.is_changed or eqn_plan.bodies)
-        if is_plain and all(x is y for x, y in zip(equation.ins, lows, strict=True)):
-            return Shadows(equation.outs, equation.outs, lows)
-        if eqn_plan is None:
-            outs = unfused(binding.bind(eqn, lows))
-            return Shadows(outs, outs, lows)
-        values = self._values(eqn.invars, lows)
-        values.hold(self.also_reads(eqn, eqn_plan), also)
-        outs = unfused(self.emitter.run_eqn(eqn, eqn_plan, values))
-        read = []
-        if eqn_plan.is_half_product:
-            read = values.read(eqn.invars, eqn_plan.half_in)[:2]
-            read = [
-                fp8.rounded(x, eqn_plan.rule.dtypes[i])[0]
-                if eqn_plan.rule.is_fp8
-                else x.astype(self.low_dtype)
-                for i, x in enumerate(read)
-            ]
-        values.write_results(eqn, eqn_plan, outs)
-        outs = values.held(eqn.outvars)
-        low_ins = list(map(_stored, lows))
-        if eqn_plan.rule.is_arithmetic:
-            pairs = zip(lows, eqn_plan.half_in, strict=True)
-            low_ins = [_stored(x) if half else _inner(x) for x, half in pairs]
-        return Shadows(outs, list(map(_stored, outs)), low_ins, read)
-
-    def enter(self, eqn: Any, eqn_plan: Any, shadows: Sequence[Any]) -> Sequence[Any]:
-        if eqn_plan is None:
-            return shadows
-        read = self._values(eqn.invars, shadows).operands(eqn, eqn_plan)
-        return [
-            shadow if compat.is_literal(v) and x is v.val else x
-            for v, x, shadow in zip(eqn.invars, read, shadows, strict=True)
-        ]
-
-    def leave(self, eqn: Any, eqn_plan: Any, shadows: Sequence[Any]) -> Sequence[Any]:
-        if eqn_plan is None:
-            return shadows
-        values = Values(self.low_dtype)
-        values.hold(eqn.outvars, shadows)
-        if not eqn_plan.rule.is_arithmetic:
-            return values.read(eqn.outvars, eqn_plan.half_out)
-        values.write_results(eqn, eqn_plan, shadows)
-        return values.held(eqn.outvars)
-
-    def returned(self, jaxpr: Any, shadows: Sequence[Any]) -> list[Any]:
-        """Return the results of the policy's run, in the dtypes of the program."""
-        is_float32 = (False,) * len(shadows)
-        return self._values(jaxpr.outvars, shadows).read(jaxpr.outvars, is_float32)
-
-    def _values(self, variables: Sequence[Any], shadows: Sequence[Any]) -> Values:
-        """Return the values of operands that are no literals."""
-        values = Values(self.low_dtype)
-        pairs = zip(variables, shadows, strict=True)
-        pairs = [(v, x) for v, x in pairs if not compat.is_literal(v)]
-        values.hold([v for v, _ in pairs], [x for _, x in pairs])
-        return values
-
-
-def _stored(shadow: Any) -> Any:
-    return shadow.stored if isinstance(shadow, Rounded) else shadow
-
-
-def _inner(shadow: Any) -> Any:
-    return shadow.inner if isinstance(shadow, Rounded) else shadow
 
 
 _NO_ERROR = Tag(0.0, -1, False, NONE)
@@ -153,9 +55,9 @@ class Record(NamedTuple):
 class Lockstep(Observer):
     """Compares the two runs, and records what it finds at the sites of the program."""
 
-    def __init__(self, known: Sequence[Site], low_dtype: Any):
+    def __init__(self, known: Sequence[Site], low_dtype: DTypeLike):
         self.known, self.low_dtype = known, low_dtype
-        self._half = str(np.dtype(low_dtype))
+        self.half = str(np.dtype(low_dtype))
         self.limit = ROUNDINGS * float(jnp.finfo(low_dtype).eps)
         # Per site: of the two operands of a product that reads half, and of the result.
         self._records: list[list[Record | None]] = [[None] * 3 for _ in known]
@@ -170,7 +72,7 @@ class Lockstep(Observer):
         worst = max(operands, key=lambda tag: tag.rank, default=_NO_ERROR)
         backward = self.known[op.site].direction == "backward"
         is_half = op.eqn_plan is not None and any(op.eqn_plan.half_out)
-        dtype = self._half if is_half else ""
+        dtype = self.half if is_half else ""
         tags = []
         for full, low in zip(op.outs, op.low_outs, strict=True):
             origin = self._origin(op, full)
@@ -187,10 +89,10 @@ class Lockstep(Observer):
             tags.append(Tag(error, source, backward, origin))
         return tags
 
-    def tag_argument(self, value: Any, index: int) -> Tag:
+    def tag_argument(self, value: Array, index: int) -> Tag:
         return _NO_ERROR._replace(origin=origins.of_argument(value, index))
 
-    def tag_constant(self, value: Any) -> Tag:
+    def tag_constant(self, value: Array) -> Tag:
         return _NO_ERROR._replace(origin=self._origins.tag_constant(value))
 
     def stack(self, tags: Sequence[Tag]) -> Tag:
@@ -200,7 +102,7 @@ class Lockstep(Observer):
             origin=origins.first([tag.origin for tag in tags]),
         )
 
-    def first_nonfinite(self, tags: Sequence[Tag]) -> tuple[Any, OperandRanges]:
+    def first_nonfinite(self, tags: Sequence[Tag]) -> tuple[Array, OperandRanges]:
         """Return the origin of non-finite numbers in the float32 run, and the ranges.
 
         An overflow of an operation that the program has in half itself counts too, even
@@ -240,11 +142,11 @@ class Lockstep(Observer):
                     cause=cause,
                 )
 
-    def _read(self, op: Operation, i: int, low: Any) -> Tag:
+    def _read(self, op: Operation, i: int, low: Array) -> Tag:
         """Record an operand that a product reads in half; return its tag."""
         tag = op.tags[i]
         found, error = self._compare(op.ins[i], low)
-        rule, dtype = op.eqn_plan and op.eqn_plan.rule, self._half
+        rule, dtype = op.eqn_plan and op.eqn_plan.rule, self.half
         if isinstance(rule, Fp8):
             _, scaled = fp8.rounded(jnp.asarray(op.ins[i]), rule.dtypes[i])
             counts = jax.device_get(stats.measure(scaled, rule.dtypes[i], False))
@@ -254,18 +156,18 @@ class Lockstep(Observer):
             dtype = str(np.dtype(rule.dtypes[i]))
         # A cast may have been moved out of a loop, away from the product it is for.
         is_cast = low.dtype != op.low_ins[i].dtype or tag.source < 0
-        is_cast = is_cast or dtype != self._half
+        is_cast = is_cast or dtype != self.half
         source = op.site if is_cast and tag.error <= self.limit else tag.source
         added = _added_error(error, tag.error)
         self._add(op.site, i, Record(found, error, added, tag.backward, source, dtype))
         return tag._replace(error=error, source=source)
 
-    def _origin(self, op: Operation, full: Any) -> Any:
+    def _origin(self, op: Operation, full: Array | None) -> Array:
         op = op._replace(tags=[tag.origin for tag in op.tags])
         origin = self._origins.origin(op, full)
         # Not by a constant: an infinite one may be where a maximum starts.
         is_here = origin[0] == op.eqn_count and origin[1] == op.site
-        if is_here and dtypes.is_half(full.dtype):
+        if is_here and full is not None and dtypes.is_half(full.dtype):
             self._overflow = origins.first([self._overflow, origin])
         return origin
 
@@ -273,7 +175,7 @@ class Lockstep(Observer):
         before = self._records[site][which]
         self._records[site][which] = before.merged(record) if before else record
 
-    def _compare(self, full: Any, low: Any) -> tuple[stats.ValueStats, float]:
+    def _compare(self, full: Array, low: Array) -> tuple[stats.ValueStats, float]:
         """Return the statistics of a value, and the error of its shadow."""
         if isinstance(full, jax.Array):
             found, error = jax.device_get(_compare(full, low, self.low_dtype))
@@ -293,7 +195,9 @@ def _added_error(error: float, error_in: float) -> float:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _compare(full: Any, low: Any, low_dtype: Any) -> Any:
+def _compare(
+    full: jax.Array, low: jax.Array, low_dtype: DTypeLike
+) -> tuple[stats.ValueStats, Array]:
     wide = np.promote_types(full.dtype, np.float32)
     low, wide_full = (x.astype(wide).ravel() for x in (low, full))
     found = stats.value_stats(full, low_dtype, histogram=True)

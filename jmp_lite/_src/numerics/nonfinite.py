@@ -8,7 +8,7 @@ reaches no result nor a skipped step is reported.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,16 @@ from jmp_lite._src.autocast.transform import refuse_modules
 from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
 from jmp_lite._src.jaxprs.sites import Site, sites
 from jmp_lite._src.jaxprs.tracing import Traced, is_traceable, trace
-from jmp_lite._src.numerics.origins import BY_CONSTANT, CONSTANT, NEVER, find, watch
+from jmp_lite._src.numerics.origins import (
+    BY_CONSTANT,
+    CONSTANT,
+    NEVER,
+    OperandRanges,
+    find,
+    watch,
+)
 from jmp_lite._src.numerics.reference import check_has_values
+from jmp_lite._src.numerics.stretches import Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +149,7 @@ def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
         )
         traced = _trace(fun, args, kwargs)
         origin, ranges = find(traced)
-        found = tracker_of(traced, origin, (args, kwargs)).report()
-        return found and dataclasses.replace(found, operands=ranges)
+        return describe(traced, origin, ranges, (args, kwargs))
 
     return run
 
@@ -177,7 +184,7 @@ def track_nonfinite(
     def watched(*args, **kwargs):
         traced = _trace(fun, args, kwargs)
         outs, origin = watch(traced)
-        tracker = tracker_of(traced, origin, (args, kwargs))
+        tracker = _tracker_of(traced, origin, (args, kwargs))
         return traced.restore([_not_differentiated(x) for x in outs]), tracker
 
     return watched
@@ -201,7 +208,7 @@ class NonFiniteTracker:
       True
     """
 
-    origin: jax.Array
+    origin: Array
     sites: tuple[Site, ...] = dataclasses.field(metadata={"static": True})
     arguments: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
@@ -239,21 +246,29 @@ def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     return trace(fun, args, kwargs, without_refs=True)
 
 
-def tracker_of(traced: Traced, origin: Any, args_and_kwargs: Any) -> NonFiniteTracker:
+def _tracker_of(traced: Traced, origin: Array, arguments: Any) -> NonFiniteTracker:
     """Return the tracker of a traced call, by the origin of its results."""
-    leaves = jax.tree.leaves_with_path(args_and_kwargs)
+    leaves = jax.tree.leaves_with_path(arguments)
     names = [trees.key_path(path[1:]) for path, x in leaves if is_traceable(x)]
     known = sites(compat.open_jaxpr(traced.closed))
     return NonFiniteTracker(origin, tuple(known), tuple(names))
 
 
+def describe(
+    traced: Traced, origin: Array, ranges: OperandRanges, arguments: Any
+) -> NonFinite | None:
+    """Return the operation at an origin, with the ranges of its operands."""
+    found = _tracker_of(traced, origin, arguments).report()
+    return found and dataclasses.replace(found, operands=ranges)
+
+
 @jax.custom_jvp
-def _not_differentiated(x: Any) -> Any:
+def _not_differentiated(x: Array) -> Array:
     return x
 
 
 @_not_differentiated.defjvp
-def _refuse_derivative(primals: Any, tangents: Any) -> Any:
+def _refuse_derivative(primals: object, tangents: object) -> NoReturn:
     # The walk runs the functions of custom derivatives without their rules.
     raise TypeError(
         "What track_nonfinite returns cannot be differentiated: take the gradient "

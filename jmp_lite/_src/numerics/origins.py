@@ -9,19 +9,20 @@ number. A choice or a mask is intended, and so is a constant of float32.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jmp_lite._src import compat, dtypes
 from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
 from jmp_lite._src.jaxprs.primitives import cases as cases_of
 from jmp_lite._src.jaxprs.tracing import Traced
 from jmp_lite._src.jaxprs.walk import Equation, Walker
-from jmp_lite._src.numerics.runs import Cell, Observer, Run, look
-from jmp_lite._src.numerics.stretches import Operation, Shadow, is_floating
+from jmp_lite._src.numerics.runs import Observer, Run, look
+from jmp_lite._src.numerics.stretches import Array, Operation, is_floating
 
 # How many iteration numbers an origin has, and how many operands a report.
 _LOOPS = 4
@@ -41,9 +42,11 @@ _BY_CONSTANT = np.array([0, BY_CONSTANT, *[0] * _LOOPS], np.int32)
 
 # Per operand, the smallest and the largest number in it.
 OperandRanges = tuple[tuple[float, float], ...]
+# An array, and its origin.
+Operand = tuple[Array, Array]
 
 
-def watch(traced: Traced) -> tuple[list[Any], jax.Array]:
+def watch(traced: Traced) -> tuple[list[Array], Array]:
     """Run a traced function inside `jit`: its outputs, the earliest origin of them."""
     jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
     cells = [(x, of_argument(x, i)) for i, x in enumerate(traced.args)]
@@ -56,24 +59,25 @@ def find(traced: Traced) -> tuple[np.ndarray, OperandRanges]:
     """Observe a traced function on the host: the earliest origin, the ranges there."""
     jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
     observer = OriginObserver()
-    cells = [Cell(x, None, of_argument(x, i)) for i, x in enumerate(traced.args)]
-    outs, _ = Run(observer, Shadow()).run(jaxpr, consts, cells)
-    origin = np.asarray(first([NONE, *(cell.tag for cell in outs)]))
+    run = Run(observer)
+    cells = [run.cell(x, of_argument(x, i)) for i, x in enumerate(traced.args)]
+    outs, _ = run.run(jaxpr, consts, cells)
+    origin = np.asarray(first([NONE, *(beside.tag for _, beside in outs)]))
     return origin, observer.ranges.get(int(origin[0]), ())
 
 
 class _Origins:
-    def tag_constant(self, value: Any) -> Any:
+    def tag_constant(self, value: Array) -> Array:
         is_half = dtypes.is_half(jax.typeof(value).dtype)
         times = (_PART, _WHOLE) if is_half else (_LATE, _LATE)
         return _of_input(value, CONSTANT, "isfinite", *times)
 
-    def stack(self, tags: Any) -> Any:
+    def stack(self, tags: Sequence[Array] | Array) -> Array:
         return first(tags)
 
 
 class _Watcher(_Origins, Walker):
-    def observe(self, equation: Equation) -> Sequence[Any]:
+    def observe(self, equation: Equation) -> list[Array]:
         here = _here(equation, *equation.moment)
         operands, mixes = _operands(equation)
         return [
@@ -87,10 +91,10 @@ class OriginObserver(_Origins, Observer):
         # By `eqn_count`, of operations that are an origin.
         self.ranges: dict[int, OperandRanges] = {}
 
-    def observe(self, op: Operation) -> Sequence[Any]:
+    def observe(self, op: Operation) -> list[Array]:
         return [self.origin(op, out) for out in op.outs]
 
-    def origin(self, op: Operation, out: Any) -> Any:
+    def origin(self, op: Operation, out: Array | None) -> Array:
         """Return the origin of one result of an operation, by those of its operands."""
         if out is None or _library(out).isfinite(out).all():
             return NONE
@@ -102,7 +106,7 @@ class OriginObserver(_Origins, Observer):
         return found
 
 
-def of_argument(value: Any, index: int) -> Any:
+def of_argument(value: Array, index: int) -> Array:
     """Return the origin of the numbers of an argument, by its index.
 
     A NaN precedes everything that runs, and the first argument with one precedes the
@@ -111,7 +115,7 @@ def of_argument(value: Any, index: int) -> Any:
     return _of_input(value, -1 - index, "isnan", index - _LATE, _LATE)
 
 
-def _of_input(value: Any, site: int, test: str, when: int, otherwise: int) -> Any:
+def _of_input(value: Array, site: int, test: str, when: int, otherwise: int) -> Array:
     """Return the origin of an input: its time, `when` a number of it passes a test."""
     if not is_floating(value) or _is_finite_number(value):
         return NONE
@@ -121,13 +125,15 @@ def _of_input(value: Any, site: int, test: str, when: int, otherwise: int) -> An
     return xp.where(xp.isfinite(value).all(), NONE, _origin(time, site, ()))
 
 
-def _origin(eqn_count: Any, site: int, loops: Sequence[Any]) -> Any:
+def _origin(eqn_count: ArrayLike, site: int, loops: Sequence[ArrayLike]) -> Array:
     padded = [eqn_count, site, *loops, *[0] * _LOOPS][: 2 + _LOOPS]
     xp = _library(*padded)
     return xp.stack([xp.asarray(x, np.int32) for x in padded])
 
 
-def _here(op: Any, eqn_count: Any, loops: Any) -> Any:
+def _here(
+    op: Equation | Operation, eqn_count: ArrayLike, loops: Sequence[ArrayLike]
+) -> Array:
     """Return the origin of what an operation makes."""
     powers = degrees(op.eqn.primitive.name, op.eqn.params)
     read = [v for v, d in zip(op.eqn.invars, powers, strict=False) if d < 0]
@@ -136,16 +142,16 @@ def _here(op: Any, eqn_count: Any, loops: Any) -> Any:
     return _origin(eqn_count, op.site | by_zero * BY_CONSTANT, loops)
 
 
-def first(origins: Any) -> Any:
+def first(origins: Sequence[Array] | Array) -> Array:
     """Return the earliest of origins, a sequence or an array `[n, 6]`."""
     if not len(origins):
         return NONE
-    if not isinstance(origins, jax.Array):
-        origins = _library(*origins).stack(origins)
-    return origins[_library(origins).argmin(origins[:, 0])]
+    is_stacked = isinstance(origins, jax.Array)
+    stacked = origins if is_stacked else _library(*origins).stack(origins)
+    return stacked[_library(stacked).argmin(stacked[:, 0])]
 
 
-def _operands(op: Any) -> tuple[list[tuple[Any, Any]], int | None]:
+def _operands(op: Equation | Operation) -> tuple[list[Operand], int | None]:
     """Return the floating operands that reach the result, and their origins.
 
     And from which time on a constant among them makes the numbers of the result: None
@@ -166,7 +172,7 @@ def _operands(op: Any) -> tuple[list[tuple[Any, Any]], int | None]:
     return operands, _WHOLE if is_arithmetic else NEVER
 
 
-def _chosen(which: Any, i: int, case: Any) -> Any:
+def _chosen(which: Array, i: int, case: Array | None) -> Array | None:
     """Return an operand of a `select_n` with 0 wherever it is not selected."""
     if case is None or not is_floating(case):
         return case
@@ -174,7 +180,9 @@ def _chosen(which: Any, i: int, case: Any) -> Any:
     return xp.where(which.astype(np.int32) == i, case, xp.zeros_like(case))
 
 
-def _origin_of(out: Any, operands: Any, mixes: int | None, here: Any) -> Any:
+def _origin_of(
+    out: Array, operands: Sequence[Operand], mixes: int | None, here: Array
+) -> Array:
     xp, shape = _library(out, here, *(x for x, _ in operands)), np.shape(out)
     bad, nan = ~xp.isfinite(out), xp.isnan(out)
     # Element by element, where the shapes are equal: numbers elsewhere do not matter.
@@ -205,14 +213,14 @@ def _origin_of(out: Any, operands: Any, mixes: int | None, here: Any) -> Any:
 _origin_in_program = jax.jit(_origin_of, static_argnums=2)
 
 
-def _summary(x: Any) -> Any:
+def _summary(x: Array) -> Array:
     """Return NaN if an array has one, else inf if it has one, else 0."""
     xp = _library(x)
     is_nan, is_bad = _any([xp.isnan(x), ~xp.isfinite(x)], xp)
     return xp.where(is_nan, np.nan, xp.where(is_bad, np.inf, 0.0))
 
 
-def _any(masks: list[Any], xp: Any) -> list[Any]:
+def _any(masks: list[Array], xp: ModuleType) -> Sequence[ArrayLike]:
     """Return which masks, all of one shape, hold anywhere."""
     if xp is np:
         return [mask.any() for mask in masks]
@@ -221,11 +229,11 @@ def _any(masks: list[Any], xp: Any) -> list[Any]:
     return jax.lax.reduce(masks, false, _either, range(jnp.ndim(masks[0])))
 
 
-def _either(a: Any, b: Any) -> list[Any]:
+def _either(a: Sequence[Array], b: Sequence[Array]) -> list[Array]:
     return [x | y for x, y in zip(a, b, strict=True)]
 
 
-def _range(x: Any) -> tuple[float, float]:
+def _range(x: Array) -> tuple[float, float]:
     """Return the smallest and the largest number, or magnitude, in an array."""
     xp = _library(x)
     number = xp.abs(x) if xp.iscomplexobj(x) else xp.asarray(x)
@@ -234,12 +242,12 @@ def _range(x: Any) -> tuple[float, float]:
     return float(number.min()), float(number.max())
 
 
-def _library(*arrays: Any) -> Any:
+def _library(*arrays: ArrayLike) -> ModuleType:
     """Return `jax.numpy` if one of these is an array of JAX, else NumPy."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
-def _is_finite_number(x: Any) -> bool:
+def _is_finite_number(x: ArrayLike) -> bool:
     """Return whether this is a number written in the program, and finite."""
     is_literal = not isinstance(x, jax.Array) and np.ndim(x) == 0
     return is_literal and bool(np.isfinite(np.asarray(x)))

@@ -7,11 +7,10 @@ They are made without pyplot, so without a display or global state. Write one wi
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jmp_lite._src import dtypes, extras, reports
 from jmp_lite._src.numerics.stats import EXPONENTS
@@ -33,49 +32,44 @@ _PARTS = {  # from the smallest numbers on: colour and opacity
 _FLOOR = -6
 
 
-def plot_histograms(named: Mapping[str, Any], dtype: DTypeLike) -> Figure:
-    """Draw the histogram of exponents of each layer, over the range of a half dtype.
+def plot_histograms(
+    histograms: Mapping[str, ArrayLike | Sequence[int] | None], dtype: DTypeLike
+) -> Figure:
+    """Draw the histogram of exponents `[96]` of each layer, over the range of a dtype.
 
     A row of bars per layer, from top to bottom, has one bar per power of two, whose
-    height is the logarithm of the share of the layer's non-zero numbers. Each layer is
-    an object with a `histogram` `[96]`, such as a `ValueStats`.
+    height is the logarithm of the share of the layer's non-zero numbers.
     """
     dtype = dtypes.parse_dtype(dtype)
-    if without := [name for name, stats in named.items() if stats.histogram is None]:
+    if without := [name for name, counts in histograms.items() if counts is None]:
         raise ValueError(
             f"Expected a histogram of every layer, got none of {without}: count with "
             "histogram=True."
         )
-    counts = np.array([np.asarray(s.histogram, np.float64) for s in named.values()])
-    counts = counts.reshape(len(named), len(EXPONENTS))
-    figure, axes = _make_figure(list(named), width=7.5)
+    figure, axes = _make_figure(list(histograms), width=7.5)
     info = jnp.finfo(dtype)
     to_zero = info.minexp - info.nmant - 1  # half of the smallest subnormal rounds to 0
     borders = -math.inf, to_zero, info.minexp, info.maxexp, math.inf  # as log2
-    low, high = _limits(counts, borders)
-    for row, row_counts in enumerate(counts):
-        drawn = np.flatnonzero(row_counts)
-        shares = row_counts[drawn] / row_counts.sum()
+    shown = {b for b in borders if EXPONENTS[0] < b < EXPONENTS[-1]}
+    for row, (name, histogram) in enumerate(histograms.items()):
+        counts = np.asarray(histogram, np.float64)
+        drawn = np.flatnonzero(counts)
+        exponents = drawn + EXPONENTS[0]
+        shown.update(exponents)
+        shares = counts[drawn] / counts.sum()
         heights = np.clip(1 - np.log10(shares) / _FLOOR, 0.02, 1)
-        axes.bar(
-            np.array(EXPONENTS)[drawn],
-            -0.86 * heights,  # upwards: the first row is on top
-            bottom=row + 0.43,
-            width=1,
-            align="edge",
-            color=_BARS,
-            label=list(named)[row],
-        )
+        # Upwards: the first row is on top.
+        options = {"width": 1, "align": "edge", "color": _BARS, "label": name}
+        axes.bar(exponents, -0.86 * heights, bottom=row + 0.43, **options)
         axes.axhline(row + 0.43, color="black", linewidth=0.5)
+    low, high = int(min(shown, default=0)) - 3, int(max(shown, default=0)) + 5
     parts = zip(_PARTS.items(), itertools.pairwise(borders), strict=True)
     for (name, (face, alpha)), (left, right) in parts:
         left, right = max(left, low), min(right, high)
         if left < right:
             axes.axvspan(left, right, color=face, alpha=alpha, linewidth=0, zorder=0)
-            middle = (left + right) / 2
-            axes.text(
-                middle, -0.6, name, ha="center", va="bottom", fontsize=9, clip_on=False
-            )
+            at = {"ha": "center", "va": "bottom", "fontsize": 9, "clip_on": False}
+            axes.text((left + right) / 2, -0.6, name, **at)
     axes.set_xlim(low, high)
     axes.set_xlabel(
         f"log2 of the magnitude, over the range of {jnp.dtype(dtype).name}\n"
@@ -84,33 +78,19 @@ def plot_histograms(named: Mapping[str, Any], dtype: DTypeLike) -> Figure:
     return figure
 
 
-def plot_heat_map(rows: Sequence[str], columns: Sequence[str], values: Any) -> Figure:
-    """Draw shares, by layer and kind of loss `[rows, columns]`; NaN is left blank."""
-    shares = np.array(values, np.float64)
-    if shares.shape != (len(rows), len(columns)):
-        raise ValueError(
-            f"Expected values of shape [{len(rows)}, {len(columns)}], got "
-            f"{list(shares.shape)}."
-        )
-    figure, axes = _make_figure(rows, width=2.2 + 1.0 * len(columns))
+def plot_heat_map(
+    rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]]
+) -> Figure:
+    """Draw shares, by layer and kind of loss `[rows, columns]`."""
+    figure, axes = _make_figure(rows, width=2.2 + len(columns))
+    shares = np.array(values)
     # Zero is white, not the colour of a small number.
-    image = axes.imshow(
-        np.where(shares > 0, shares, np.nan),
-        norm=LogNorm(1e-6, 1),
-        cmap="YlOrBr",
-        aspect="auto",
-    )
+    drawn, norm = np.where(shares > 0, shares, np.nan), LogNorm(1e-6, 1)
+    image = axes.imshow(drawn, norm=norm, cmap="YlOrBr", aspect="auto")
     for (row, column), share in np.ndenumerate(shares):
-        is_dark = share > 0.02
-        axes.text(
-            column,
-            row,
-            _percent(share),
-            ha="center",
-            va="center",
-            fontsize=8,
-            color="white" if is_dark else "black" if share else "0.6",
-        )
+        color = "white" if share > 0.02 else "black" if share else "0.6"
+        text = reports.percent(share) if share else "0"
+        axes.text(column, row, text, ha="center", va="center", fontsize=8, color=color)
     axes.set_xticks(range(len(columns)), columns)
     axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False)
     figure.colorbar(image, ax=axes, label="share", extend="min", aspect=40)
@@ -130,22 +110,3 @@ def _make_figure(rows: Sequence[str], *, width: float) -> tuple[Figure, Axes]:
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.tick_params(left=False)
     return figure, axes
-
-
-def _limits(counts: Any, borders: Sequence[float]) -> tuple[int, int]:
-    """Return the interval to draw, as log2: all numbers, and the range of the dtype."""
-    shown = {e for e, n in zip(EXPONENTS, counts.sum(0), strict=True) if n}
-    shown |= {b for b in borders if EXPONENTS[0] < b < EXPONENTS[-1]}
-    if not shown:
-        return EXPONENTS[0], EXPONENTS[-1] + 1
-    return int(min(shown)) - 3, int(max(shown)) + 5
-
-
-def _percent(share: float) -> str:
-    if math.isnan(share):
-        return ""
-    if share == 0:
-        return "0"
-    if share < 1e-5:
-        return "<0.001%"
-    return f"{100 * share:.0f}%" if share >= 0.1 else f"{100 * share:.2g}%"

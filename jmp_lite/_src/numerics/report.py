@@ -188,8 +188,8 @@ class DryRunReport(reports.Report):
         """
         from jmp_lite._src.numerics.plot import plot_histograms
 
-        named = {row.title: row for row in self._drawn(depth)}
-        return plot_histograms(named, self.dtype)
+        drawn = {row.title: row.histogram for row in self._drawn(depth)}
+        return plot_histograms(drawn, self.dtype)
 
     def heat_map(self, *, depth: int | None = None) -> Any:
         """Return a matplotlib figure: what is lost in each layer; arguments as `plot`.

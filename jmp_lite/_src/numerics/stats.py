@@ -9,6 +9,7 @@ the CPU does: subnormal results are 0 before they are counted.)
 import functools
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -158,7 +159,7 @@ def merge_stacked(stats: ValueStats) -> ValueStats:
     return merged._replace(max_abs=max_abs, min_abs=min_abs)
 
 
-def value_stats_on_host(x: np.ndarray, dtype: Any) -> ValueStats:
+def value_stats_on_host(x: np.ndarray, dtype: DTypeLike) -> ValueStats:
     """Return `value_stats(x, dtype)` as Python numbers; compiles nothing."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         parts = [value_stats_on_host(f(x), dtype) for f in (np.real, np.imag)]
@@ -190,7 +191,9 @@ def _as_float32(extreme: np.ndarray, default: float) -> float:
 
 
 @functools.cache
-def _borders(wide: Any, dtype: Any) -> tuple[list[Any], list[Any], Any]:
+def _borders(
+    wide: type[np.floating], dtype: DTypeLike
+) -> tuple[list[np.unsignedinteger], list[np.unsignedinteger], np.unsignedinteger]:
     """Return the borders between classes and between exponents, and a mask of the sign.
 
     All are bits of `wide`: those of positive floats are integers in the same order.
@@ -220,7 +223,7 @@ def merge_on_host(a: ValueStats, b: ValueStats) -> ValueStats:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def measure(x: jax.Array, dtype: Any, histogram: bool) -> ValueStats:
+def measure(x: jax.Array, dtype: DTypeLike, histogram: bool) -> ValueStats:
     """Return `value_stats(x, dtype)` for any floating dtype, fp8 included."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return merge(*(measure(part, dtype, histogram) for part in (x.real, x.imag)))
@@ -268,7 +271,7 @@ def measure(x: jax.Array, dtype: Any, histogram: bool) -> ValueStats:
     )
 
 
-def _combine(a: Any, b: Any) -> list[jax.Array]:
+def _combine(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
     sums = [x + y for x, y in zip(a[:-2], b[:-2], strict=True)]
     return [*sums, jnp.maximum(a[-2], b[-2]), jnp.minimum(a[-1], b[-1])]
 

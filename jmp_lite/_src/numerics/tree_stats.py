@@ -102,7 +102,8 @@ class TreeStats(reports.Report):
         """
         from jmp_lite._src.numerics.plot import plot_histograms
 
-        return plot_histograms(self.named(), self.dtype)
+        drawn = {path: x.histogram for path, x in self.named().items()}
+        return plot_histograms(drawn, self.dtype)
 
     def _to_fields(self):
         fields = jax.tree.map(np.asarray, self.stats)._asdict()

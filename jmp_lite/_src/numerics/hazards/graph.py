@@ -18,6 +18,7 @@ import numpy as np
 
 from jmp_lite._src import dtypes
 from jmp_lite._src.jaxprs import primitives
+from jmp_lite._src.jaxprs.core import Eqn
 from jmp_lite._src.jaxprs.primitives import Fact
 
 MOVE, JOIN = "move", "join"
@@ -67,7 +68,7 @@ class Value:
     shape: tuple[int, ...]
     array: np.ndarray | None = None  # its numbers, if it is a constant
     name: str = ""  # of the primitive, or `MOVE`, or `JOIN`; "" for inputs, constants
-    eqn: Any = None
+    eqn: Eqn = None
     ins: list["Value"] = dataclasses.field(default_factory=list)
     mask: "Value | None" = None  # which of its cases it is, or which branch of a `cond`
     uses: list["Value"] = dataclasses.field(default_factory=list)  # once per operand

@@ -14,9 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jmp_lite._src import compat, new_primitives
 from jmp_lite._src.jaxprs import control_flow, name_scopes, primitives, sources, tracing
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.loss_scale import DynamicLossScale
 from jmp_lite._src.numerics.hazards.graph import JOIN, MOVE, Scaling, Value, behind
@@ -51,7 +53,7 @@ def list_values(
     return opener.finish(opener.open(jaxpr, consts, inputs, Value(None, ())))
 
 
-def _are_loss_scales(tree: Any) -> list[bool]:
+def _are_loss_scales(tree: object) -> list[bool]:
     """Return whether each leaf of a tree is the scale of a `DynamicLossScale`."""
     found = []
     for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, DynamicLossScale)):
@@ -66,17 +68,23 @@ class _Opener:
         self.values: list[Value] = []
         self.needed: list[Value] = []  # but for results
 
-    def open(self, jaxpr: Any, consts: Any, inputs: Any, around: Value) -> list[Value]:
+    def open(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[ArrayLike],
+        inputs: Sequence[Value],
+        around: Value,
+    ) -> list[Value]:
         """Add the values of a jaxpr; return its outputs.
 
         What is around has the place of a call, a loop or a branch.
         """
         is_impl = around.eqn is not None and new_primitives.is_new_primitive(around.eqn)
-        values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        values: dict[Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             values[var] = _value_of(var.aval, const)
 
-        def read(var: Any) -> Value:
+        def read(var: Var) -> Value:
             is_known = compat.is_literal(var)
             return _value_of(var.aval, var.val) if is_known else values[var]
 
@@ -124,7 +132,7 @@ class _Opener:
             value.is_param = value.is_input and value.is_float
         return values
 
-    def _bodies(self, eqn: Any) -> Sequence[control_flow.SubJaxpr] | None:
+    def _bodies(self, eqn: Eqn) -> Sequence[control_flow.SubJaxpr] | None:
         branches = eqn.params.get("branches", ())
         platforms = eqn.params.get("branches_platforms")
         if called := new_primitives.jaxpr_of_impl(eqn):
@@ -183,13 +191,18 @@ class _Opener:
             for found, var in zip(results, eqn.outvars, strict=True)
         ]
 
-    def _same(self, at: Value, value: Value, var: Any) -> Value:
+    def _same(self, at: Value, value: Value, var: Var) -> Value:
         """Return a value as a sub-jaxpr has it: itself, a row or a shard."""
         shape = getattr(var.aval, "shape", ())
         return value if value.shape == shape else self._add(at, MOVE, [value], var.aval)
 
     def _add(
-        self, at: Value, name: str, ins: Iterable[Value], like: Any, mask: Any = None
+        self,
+        at: Value,
+        name: str,
+        ins: Iterable[Value],
+        like: object,
+        mask: Value | None = None,
     ) -> Value:
         """Add what is made at a place, with the shape and the dtype of another."""
         fields = {"name": name, "ins": list(ins), "mask": mask, "uses": []}
@@ -200,7 +213,7 @@ class _Opener:
         return made
 
 
-def _value_of(aval: Any, array: Any = None) -> Value:
+def _value_of(aval: object, array: ArrayLike | None = None) -> Value:
     """Return the value of a variable, a constant if its numbers are given."""
     dtype = getattr(aval, "dtype", None)
     is_number = dtype is not None and not jnp.issubdtype(dtype, jax.dtypes.extended)

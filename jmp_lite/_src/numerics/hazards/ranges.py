@@ -7,10 +7,10 @@ Inputs have none, nor have most values computed from them.
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmp_lite._src.jaxprs import core, primitives
 from jmp_lite._src.numerics.hazards.graph import Range, Value
@@ -28,12 +28,12 @@ def range_of(value: Value) -> Range | None:
     return _of_result(value) if value.name else None
 
 
-def rounded(x: float, dtype: Any) -> float:
+def rounded(x: float, dtype: DTypeLike) -> float:
     with np.errstate(over="ignore", under="ignore"):
         return float(np.asarray(x).astype(dtype))
 
 
-def exact_integers(dtype: Any) -> int:
+def exact_integers(dtype: DTypeLike) -> int:
     """Return the integer up to which a half dtype holds every one: 2048 or 256."""
     return 2 ** (jnp.finfo(dtype).nmant + 1)
 
@@ -117,7 +117,7 @@ def _union(ranges: Sequence[Range | None]) -> Range | None:
     )
 
 
-def _cast(source: Range, dtype: Any) -> Range | None:
+def _cast(source: Range, dtype: DTypeLike) -> Range | None:
     if jnp.issubdtype(dtype, jnp.integer):
         return source._replace(is_integral=True) if source.is_all else None
     if not jnp.issubdtype(dtype, jnp.floating):
