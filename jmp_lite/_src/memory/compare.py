@@ -3,12 +3,15 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jmp_lite._src import arguments, extras, reports
 from jmp_lite._src.memory import classes, liveness, step
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, for colour-blind readers.
 _COLOURS = {
@@ -57,7 +60,7 @@ class Comparison(reports.Report):
             if x.peak < one.peak and x.traffic <= one.traffic
         ]
 
-    def plot(self, path: str | Path | None = None) -> Any:
+    def plot(self, path: str | Path | None = None) -> "Figure":
         """Draw the memory at the peak of each step, by class.
 
         Args:
@@ -122,7 +125,7 @@ class Comparison(reports.Report):
 
 
 def compare(
-    steps: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]],
+    steps: Mapping[str, tuple[Callable[..., object], Sequence[object]]],
     device: str | None = None,
     *,
     donate_argnums: int | Sequence[int] = (),

@@ -154,7 +154,7 @@ class StepReport(reports.Report):
 
 @takes_function
 def of_step(
-    step: Callable[P, Any],
+    step: Callable[P, object],
     device: str | None = None,
     *,
     donate_argnums: int | Sequence[int] = (),
