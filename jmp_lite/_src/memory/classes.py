@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import KeyPath, PyTreeDef
+from jax.tree_util import KeyPath
 
 from jmp_lite._src import arguments, compat, trees
 
@@ -27,10 +27,6 @@ _FIELDS = {
     **dict.fromkeys(("opt_state", "optimizer_state"), STATE),
     **dict.fromkeys(("batch_stats", "loss_scale", "step"), OTHER),
 }
-
-
-# Of a tree, and the shapes of its leaves.
-_Structure = tuple[PyTreeDef, tuple[tuple[int, ...] | None, ...]]
 
 
 def check_classes(classes: Mapping[str | int, str] | None) -> None:
@@ -80,7 +76,9 @@ def _argument_names(fun: Callable[..., object], count: int) -> list[str]:
     return names + [f"argument {i}" for i in range(len(names), count)]
 
 
-def _classes(tree: object, returned: set[_Structure], otherwise: str) -> list[str]:
+def _classes(
+    tree: object, returned: set[tuple[object, ...]], otherwise: str
+) -> list[str]:
     """Return the class of each array, by what the step returns."""
     arrays, variables = _arrays(tree), jax.tree.leaves(tree, is_leaf=_is_variable)
     if any(map(_is_variable, variables)):
@@ -140,9 +138,9 @@ def _nodes(tree: object) -> Iterator[object]:
             yield from _nodes(child)
 
 
-def _structure(tree: object) -> _Structure:
+def _structure(tree: object) -> tuple[object, ...]:
     leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple(getattr(x, "shape", None) for x in leaves)
+    return structure, *(getattr(x, "shape", None) for x in leaves)
 
 
 def _arrays(tree: object) -> list[jax.Array]:
