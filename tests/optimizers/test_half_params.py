@@ -351,7 +351,7 @@ def test_what_follows_them_in_a_chain_freezes_parameters_and_is_warned_of(wrap):
         assert len(caught) == 2  # by `init`, and where `update` is traced
         assert (trained == params).all()
     # Also beside one that is the last.
-    parts: dict[str, Any] = {"a": wrap(optax.sgd(0.1)), "b": optax.chain(adam, rate)}
+    parts: dict[Any, Any] = {"a": wrap(optax.sgd(0.1)), "b": optax.chain(adam, rate)}
     tx = jmp.scale_aware(optax.partition(parts, {"a": "a", "b": "b"}))
     with pytest.warns(UserWarning, match=warning):
         tx.init(dict.fromkeys("ab", params))

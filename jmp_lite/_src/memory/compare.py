@@ -3,15 +3,12 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from jmp_lite._src import arguments, extras, reports
 from jmp_lite._src.memory import classes, liveness, step
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, for colour-blind readers.
 _COLOURS = {
@@ -60,7 +57,7 @@ class Comparison(reports.Report):
             if x.peak < one.peak and x.traffic <= one.traffic
         ]
 
-    def plot(self, path: str | Path | None = None) -> "Figure":
+    def plot(self, path: str | Path | None = None) -> Any:
         """Draw the memory at the peak of each step, by class.
 
         Args:
