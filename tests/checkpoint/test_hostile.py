@@ -143,6 +143,9 @@ def test_a_malformed_record_is_said_to_be_damaged(tmp_path: Path) -> None:
             start = f"Step 1 in {tmp_path} cannot be read: it is damaged"
             assert text.startswith(start), name
         assert checkpoint.latest_step(tmp_path) == 1
+    (tmp_path / RECORD).write_text(saved.replace("text", "next"))
+    text = refusal(checkpoint.restore, tmp_path, STATE)
+    assert text.endswith("(ValueError: the record does not match its checksum)")
     checkpoint.save(tmp_path, STATE, step=2, keep=1)
     assert checkpoint.restore(tmp_path, STATE).step == 2
 

@@ -77,15 +77,6 @@ def test_a_state_of_plain_optax_starts_one_in_low_precision(tmp_path: Path) -> N
     bitwise.assert_same(fresh._replace(inner_state=restored), fresh)
 
 
-def test_one_inf_is_one_number_of_8_bits(tmp_path: Path) -> None:
-    state = _state(None)
-    moments, *others = state.inner_state
-    nu = {"w": moments.nu["w"].at[3, 5].set(jnp.inf)}
-    state = state._replace(inner_state=(moments._replace(nu=nu), *others))
-    restored = save_and_restore(tmp_path, state, _state("8bit"), cast=True)
-    np.testing.assert_allclose(_numbers(restored.state), nu["w"], rtol=0.25)
-
-
 @pytest.mark.filterwarnings("ignore:low_precision_state stores all")
 def test_moments_of_a_pair_that_were_stored_in_8_bits_are_restored(tmp_path):
     # As earlier versions stored them. Today they are float32.
