@@ -56,15 +56,15 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     assert file.read_text() == "mine"
 
 
-@pytest.mark.parametrize("step", [3, 9, 12])
-def test_an_empty_folder_is_no_step(step: int, tmp_path: Path) -> None:
+def test_an_empty_folder_is_no_step(tmp_path: Path) -> None:
     (tmp_path / "9").mkdir()
     assert checkpoint.latest_step(tmp_path) is None
     text = f"There is no checkpoint in {tmp_path}: it holds 9"
     assert text in refusal(checkpoint.restore, tmp_path, {"x": 0})
-    checkpoint.save(tmp_path, {"x": step}, step=step, keep=1)
-    assert checkpoint.latest_step(tmp_path) == step
-    assert checkpoint.restore(tmp_path, {"x": 0}).state == {"x": step}
+    for step in (3, 9, 12):
+        checkpoint.save(tmp_path, {"x": step}, step=step, keep=1)
+        assert checkpoint.latest_step(tmp_path) == step
+        assert checkpoint.restore(tmp_path, {"x": 0}).state == {"x": step}
 
 
 # Another structure.
@@ -108,10 +108,6 @@ def test_a_loss_scale_of_other_state_is_named(tmp_path: Path) -> None:
             assert text.startswith(f"Step {step} in {tmp_path} and `like` differ in")
             assert "opt/loss_scale/" in text
             assert text.endswith("Restore into what was saved, then change it.")
-        # As it says.
-        state = checkpoint.restore(tmp_path, states[saved]).state["opt"]
-        state = state._replace(loss_scale=jmp.NoOpLossScale())
-        jmp.scale_aware(optax.sgd(0.1), jmp.NoOpLossScale()).update(params, state)
 
 
 # Damage.

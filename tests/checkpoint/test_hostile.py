@@ -3,7 +3,6 @@
 import contextlib
 import json
 import resource
-import shutil
 import signal
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from jmp_lite._src.optimizers.low_precision_state import compress
 
 STATE = {
     "w": jnp.arange(6.0).reshape(2, 3),
+    "sharded": jax.device_put(jnp.arange(16.0), over_devices("data")),
     "key": jax.random.key(0),
     "n": 3,
     "text": "text",
@@ -30,10 +30,13 @@ STATE = {
 }
 
 
-def craft(folder: Path, change: Callable[[Any], Any]) -> None:
-    """Change the record of step 1; its checksum is made to match."""
-    path = folder / "1" / "record" / "metadata"
-    record = json.loads(path.read_text())
+RECORD = "1/record/metadata"
+
+
+def craft(folder: Path, change: Callable[[Any], Any], saved: str = "") -> None:
+    """Change the record of step 1, as it was saved; its checksum is made to match."""
+    path = folder / RECORD
+    record = json.loads(saved or path.read_text())
     del record["crc32"]
     changed = change(record)
     record = record if changed is None else changed
@@ -43,14 +46,14 @@ def craft(folder: Path, change: Callable[[Any], Any]) -> None:
     path.write_text(json.dumps(record))
 
 
-def set_leaf(name: str, **fields: Any) -> Callable[[Any], None]:
+def set_leaf(name: str, **fields) -> Callable[[Any], None]:
     def change(record):
         record["leaves"][name] |= fields
 
     return change
 
 
-def set_header(folder: Path, name: str, **fields: Any) -> None:
+def set_header(folder: Path, name: str, **fields) -> None:
     """Change the header of an array of step 1."""
     base = {"driver": "file", "path": f"{folder}/1/state/"}
     store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
@@ -74,6 +77,7 @@ def set_header(folder: Path, name: str, **fields: Any) -> None:
         ("n", {"dtype": "<f8"}),
         ("key", {"shape": [10**12], "chunks": [10**12]}),
         ("key", {"shape": [4], "chunks": [4]}),
+        ("sharded", {"shape": [10**12], "chunks": [10**12]}),
     ],
 )
 def test_a_header_that_is_not_that_of_the_record_is_refused(
@@ -89,27 +93,14 @@ def test_a_header_that_is_not_that_of_the_record_is_refused(
     assert checkpoint.restore(tmp_path, STATE).state["n"] == 3
 
 
-def test_a_header_of_a_sharded_array_is_compared_as_well(tmp_path: Path) -> None:
-    state = {"w": jax.device_put(jnp.arange(16.0), over_devices("data"))}
-    checkpoint.save(tmp_path, state, step=1)
-    set_header(tmp_path, "w", shape=[10**12], chunks=[10**12])
-    assert "w is float32[16] by the record, but stored as float32[1000000000000]" in (
-        refusal(checkpoint.restore, tmp_path, state)
-    )
-
-
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
-def test_a_record_of_another_dtype_gives_no_other_numbers(
-    dtype: str, tmp_path: Path
-) -> None:
+def test_a_record_of_another_dtype_gives_no_other_numbers(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"w": jnp.arange(6.0)}, step=1)
-    craft(tmp_path, set_leaf("w", dtype=dtype))
-    like = {"w": jnp.zeros(6)}
-    text = refusal(checkpoint.restore, tmp_path, like, cast=True)
-    assert f"w is {dtype}[6] by the record, but stored as float32[6]" in text
-    craft(tmp_path, set_leaf("w", dtype=dtype, shape=[3]))
-    text = refusal(checkpoint.restore, tmp_path, {"w": jnp.zeros(3)}, cast=True)
-    assert f"w is {dtype}[3] by the record, but stored as float32[6]" in text
+    for dtype in ("float64", "bfloat16", "float16"):
+        for n in (6, 3):
+            craft(tmp_path, set_leaf("w", dtype=dtype, shape=[n]))
+            like = {"w": jnp.zeros(n)}
+            text = refusal(checkpoint.restore, tmp_path, like, cast=True)
+            assert f"w is {dtype}[{n}] by the record, but stored as float32[6]" in text
 
 
 MALFORMED: dict[str, Callable[[Any], Any]] = {
@@ -138,18 +129,23 @@ MALFORMED: dict[str, Callable[[Any], Any]] = {
     "a checksum is text": set_leaf("w", crc32="text"),
     "a checksum is another": set_leaf("w", crc32=5),
 }
-FIELDS: list[Any] = [None, 5, -1, 2.5, True, "", "text", "float64", "object", [], [-1]]
-FIELDS += [[2], ["2"], [[2, 3]], [None], [10**40], [2, 3.5], {}, {"a": 1}, "V5", "key"]
+FIELDS: list[Any] = [None, -1, 2.5, "", "text", "float64", "object", "V5", "key", []]
+FIELDS += [[-1], [2], ["2"], [[2, 3]], [10**40], {"a": 1}]
 
 
-@pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_record_is_said_to_be_damaged(name: str, tmp_path: Path) -> None:
+def test_a_malformed_record_is_said_to_be_damaged(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, STATE, step=1)
-    craft(tmp_path, MALFORMED[name])
-    for cast in (False, True):
-        text = refusal(checkpoint.restore, tmp_path, STATE, cast=cast)
-        assert text.startswith(f"Step 1 in {tmp_path} cannot be read: it is damaged")
-    assert checkpoint.latest_step(tmp_path) == 1
+    saved = (tmp_path / RECORD).read_text()
+    for name, change in MALFORMED.items():
+        craft(tmp_path, change, saved)
+        for cast in (False, True):
+            text = refusal(checkpoint.restore, tmp_path, STATE, cast=cast)
+            start = f"Step 1 in {tmp_path} cannot be read: it is damaged"
+            assert text.startswith(start), name
+        assert checkpoint.latest_step(tmp_path) == 1
+    (tmp_path / RECORD).write_text(saved.replace("text", "next"))
+    text = refusal(checkpoint.restore, tmp_path, STATE)
+    assert text.endswith("(ValueError: the record does not match its checksum)")
     checkpoint.save(tmp_path, STATE, step=2, keep=1)
     assert checkpoint.restore(tmp_path, STATE).step == 2
 
@@ -159,12 +155,10 @@ def test_any_value_of_a_field_is_refused_or_changes_nothing(
     field: str, tmp_path: Path
 ) -> None:
     checkpoint.save(tmp_path, STATE, step=1)
-    saved = tmp_path / "saved"
-    (tmp_path / "1").rename(saved)
+    saved = (tmp_path / RECORD).read_text()
     for leaf in ("w", "key", "n", "text", "bytes"):
         for value in FIELDS:
-            shutil.copytree(saved, tmp_path / "1")
-            craft(tmp_path, set_leaf(leaf, **{field: value}))
+            craft(tmp_path, set_leaf(leaf, **{field: value}), saved)
             try:
                 state = checkpoint.restore(tmp_path, STATE, cast=True).state
             except ValueError as error:
@@ -175,7 +169,6 @@ def test_any_value_of_a_field_is_refused_or_changes_nothing(
                 assert str(error).startswith(texts), (leaf, value)
             else:
                 assert bitwise.raw_bits(state) == bitwise.raw_bits(STATE)
-            shutil.rmtree(tmp_path / "1")
 
 
 def test_scales_of_8_bits_have_the_shape_that_the_numbers_ask_for(
@@ -211,7 +204,7 @@ def files_of(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.parametrize("size", [0, 100, 2_000, 20_000, 200_000])
+@pytest.mark.parametrize("size", [0, 2_000, 200_000])
 def test_a_full_disk_is_one_sentence_and_the_newest_step_stays(
     size: int,
     tmp_path: Path,

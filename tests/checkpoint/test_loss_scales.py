@@ -17,12 +17,12 @@ from jmp_lite.checkpoint import convert_loss_scale
 
 
 @jax.jit
-def flax_step(scale: Any, finite: Any) -> Any:
+def flax_step(scale, finite) -> Any:
     grad = jnp.where(finite, jnp.float32(1.0), jnp.inf)
     return scale.value_and_grad(lambda x: x * grad)(jnp.float32(1.0)).dynamic_scale
 
 
-def jmp_step(scale: Any, finite: bool) -> Any:
+def jmp_step(scale, finite: bool) -> Any:
     return scale.adjust(jnp.bool_(finite))
 
 
@@ -33,11 +33,11 @@ JMP = jmp.DynamicLossScale(
 )
 
 
-def _state(scale: Any, fin_steps: Any, **others: Any) -> dict[str, Any]:
+def _state(scale, fin_steps, **others) -> dict[str, Any]:
     return {"scale": scale, "fin_steps": fin_steps, **others}
 
 
-def fields_of(scale: Any) -> dict[str, Any]:
+def fields_of(scale) -> dict[str, Any]:
     return {f.name: getattr(scale, f.name) for f in dataclasses.fields(scale)}
 
 
@@ -90,7 +90,7 @@ def test_a_converted_loss_scale_goes_on_as_it_would_there(there, step, scale, co
         (DynamicLossScale(4.0, hysteresis=2), DynamicLossScale(4.0, hysteresis=2)),
     ],
 )
-def test_objects_and_what_they_are_saved_as_convert(saved: Any, expected: Any) -> None:
+def test_objects_and_what_they_are_saved_as_convert(saved, expected) -> None:
     converted = convert_loss_scale(saved)
     assert jax.tree.structure(converted) == jax.tree.structure(expected)
     assert jax.tree.leaves(converted) == jax.tree.leaves(expected)

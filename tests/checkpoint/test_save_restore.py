@@ -48,7 +48,7 @@ class State(NamedTuple):
     rng: Any = None
 
 
-def random_bits(dtype: Any, shape: tuple[int, ...] = (3, 5), seed: int = 0) -> Any:
+def random_bits(dtype, shape: tuple[int, ...] = (3, 5), seed: int = 0) -> Any:
     """Return an array whose bits are drawn: NaNs of all kinds, subnormals, -0.0."""
     rng, dtype = np.random.default_rng(seed), np.dtype(dtype)
     if dtype == np.bool_ or dtype.name in ("int4", "uint4"):  # not all bits are theirs
@@ -57,14 +57,14 @@ def random_bits(dtype: Any, shape: tuple[int, ...] = (3, 5), seed: int = 0) -> A
     return np.frombuffer(rng.bytes(size), np.uint8).view(dtype).reshape(shape)
 
 
-def round_trip(folder: Path, state: Any, like: Any = None, **kwargs: Any) -> Any:
+def round_trip(folder: Path, state, like=None, **kwargs) -> Any:
     checkpoint.save(folder, state, step=0, **kwargs)
     restored = checkpoint.restore(folder, state if like is None else like)
     assert (restored.step, restored.casts) == (0, {})
     return restored.state
 
 
-def assert_same(restored: Any, state: Any) -> None:
+def assert_same(restored, state) -> None:
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert bitwise.raw_bits(restored) == bitwise.raw_bits(state)
     assert bitwise.avals(restored) == bitwise.avals(state)
@@ -86,7 +86,7 @@ def test_every_dtype_comes_back_bit_for_bit(x64: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sharding", [None, *jax.devices()[:1]])
-def test_64_bits_are_not_cut_where_jax_has_32(sharding: Any, tmp_path: Path) -> None:
+def test_64_bits_are_not_cut_where_jax_has_32(sharding, tmp_path: Path) -> None:
     if sharding is not None:
         sharding = SingleDeviceSharding(sharding)
     state = {"tokens": np.array([2**40])}
@@ -146,7 +146,7 @@ states = st.recursive(
 
 @hypothesis.settings(max_examples=15)
 @hypothesis.given(states)
-def test_any_pytree_comes_back(state: Any) -> None:
+def test_any_pytree_comes_back(state) -> None:
     paths = [
         jax.tree_util.keystr(path, simple=True, separator="/")
         for path, _ in jax.tree_util.tree_leaves_with_path(state)
@@ -273,7 +273,7 @@ def test_the_settings_of_a_loss_scale_are_those_of_like(tmp_path: Path) -> None:
 
 @pytest.mark.standard_promotion  # optax's optimisers need it
 @pytest.mark.parametrize("cls", [train_state.TrainState, TrainState])
-def test_flax_train_states_come_back(cls: Any, tmp_path: Path) -> None:
+def test_flax_train_states_come_back(cls, tmp_path: Path) -> None:
     stats = {"mean": jnp.zeros(4), "var": jnp.ones(4)}
     ours = {"batch_stats": stats, "rng": jax.random.key(3), "ema_decay": 0.9}
     fields = ours if cls is TrainState else {}
@@ -315,9 +315,7 @@ TRANSFORMATIONS: dict[str, tuple[Any, ...]] = {
         _INNER,
         jmp.DynamicLossScale(64.0, period=7, min_loss_scale=0.5, hysteresis=3),
     ),
-    "static": (_INNER, jmp.StaticLossScale(16.0)),
     "noop": (_INNER, jmp.NoOpLossScale()),
-    "bfloat16": (jmp.low_precision_state(_INNER, key=_KEY, min_size=1),),
     "8bit": (jmp.low_precision_state(_INNER, "8bit", key=_KEY, min_size=1),),
     "master_weights": (jmp.master_weights(_INNER),),
     "stochastic_rounding": (jmp.stochastic_rounding(_INNER, _KEY),),
@@ -417,11 +415,10 @@ def test_two_processes_save_and_restore_one_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_runs_that_are_killed_end_at_the_same_bits() -> None:
+def test_saves_that_are_killed_lose_nothing() -> None:
     out, _ = run_python("-m", "tests.checkpoint.kill_and_resume", "6", XLA_FLAGS="")
     counts = json.loads(out.splitlines()[-1])
-    assert (counts["kills"], counts["differences"]) == (6, 0)
-    assert counts["mid_window"] > 0 and counts["after_skip"] > 0, out
+    assert (counts["kills"], counts["differences"]) == (6, 0), out
 
 
 def test_text_and_bytes_are_restored_and_not_taken_from_like(tmp_path):

@@ -91,7 +91,7 @@ class OfSingleCounters(NamedTuple):
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"a": (x,)}, jax.device_get])
-def test_single_counters_of_scale_aware_are_restored(tmp_path: Path, wrap: Any) -> None:
+def test_single_counters_of_scale_aware_are_restored(tmp_path: Path, wrap) -> None:
     params, tx = jnp.ones(2), jmp.scale_aware(optax.adam(1e-3))
     new = tx.init(params)
     saved = OfSingleCounters(

@@ -6,7 +6,6 @@
 import fcntl
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +54,7 @@ def main(address: str, index: int, folder: Path) -> None:
     print(f"process {index}: {str(restored.casts)}")
 
 
-def refused(folder: Path, state: Any, index: int) -> None:
+def refused(folder: Path, state, index: int) -> None:
     """Save where somebody else is: both processes are told, and nothing is lost."""
     lock = folder / ".writer"
     with lock.open("w") as file:

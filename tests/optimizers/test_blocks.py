@@ -37,7 +37,7 @@ def _as_block(kind: str, x: np.ndarray) -> np.ndarray:
     return np.where(np.arange(x.size) % 2 == 0, -x, x) if kind == "signed" else x
 
 
-def _through(x: Any, noise: Any = _NEAREST) -> np.ndarray:
+def _through(x, noise=_NEAREST) -> np.ndarray:
     codes, scales = _encode(jnp.asarray(x, jnp.float32), noise)
     assert codes.dtype == jnp.uint8 and codes.shape == np.shape(x)
     assert scales.dtype == jnp.float32
@@ -45,7 +45,7 @@ def _through(x: Any, noise: Any = _NEAREST) -> np.ndarray:
     return np.asarray(_decode(codes, scales))
 
 
-def _noise(x: Any, seed: int) -> jax.Array:
+def _noise(x, seed: int) -> jax.Array:
     words = jax.random.bits(jax.random.key(seed), (2,))
     return rounding.noise_like(jnp.asarray(x, jnp.float32), words)
 

@@ -1,7 +1,5 @@
 """Counters stay at the largest int32, as those of optax do, and do not wrap."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -22,7 +20,7 @@ FULL = jnp.int32(LARGEST)
 
 @pytest.mark.parametrize("wrap", [lambda tx: tx, low_precision_state])
 def test_skipped_steps_are_counted_up_to_the_largest_number(wrap):
-    tx: Any = scale_aware(wrap(optax.sgd(0.1)))
+    tx = scale_aware(wrap(optax.sgd(0.1)))
     state = tx.init(jnp.ones(2))
     state = state._replace(counters=jnp.full_like(state.counters, LARGEST))
     _, state = jax.jit(tx.update)(jnp.full(2, jnp.inf), state)

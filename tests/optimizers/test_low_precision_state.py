@@ -34,18 +34,18 @@ pytestmark = [pytest.mark.standard_promotion, half_on_purpose]
 SHAPE = (8, 512)
 
 
-def _is_stored(x: Any) -> bool:
+def _is_stored(x) -> bool:
     return isinstance(x, LowPrecisionArray)
 
 
-def _read(tree: Any) -> Any:
+def _read(tree) -> Any:
     """Return a state with its float32 numbers."""
     return jax.tree.map(
         lambda x: x.to_float32() if _is_stored(x) else x, tree, is_leaf=_is_stored
     )
 
 
-def _dtype_names(tree: Any) -> dict[str, str]:
+def _dtype_names(tree) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_stored)
     return {
         jax.tree_util.keystr(path): x.dtype_name if _is_stored(x) else str(x.dtype)
@@ -53,11 +53,11 @@ def _dtype_names(tree: Any) -> dict[str, str]:
     }
 
 
-def _names_of_init(tx: Any, params: Any) -> dict[str, str]:
+def _names_of_init(tx, params) -> dict[str, str]:
     return _dtype_names(jax.eval_shape(tx.init, params))
 
 
-def _assert_mean(got: Any, expected: Any) -> None:
+def _assert_mean(got, expected) -> None:
     """Check that the mean ratio of many numbers to the right ones is 1."""
     ratio = np.asarray(got, np.float64) / np.asarray(expected, np.float64)
     deviation = ratio.std() / np.sqrt(ratio.size)
@@ -65,7 +65,7 @@ def _assert_mean(got: Any, expected: Any) -> None:
     assert deviation < 0.02  # so that a moment that does not move is found
 
 
-def _lognormal(seed: int, decades: float, shape: Any = SHAPE) -> np.ndarray:
+def _lognormal(seed: int, decades: float, shape=SHAPE) -> np.ndarray:
     """Return positive numbers, 95 % of which are within so many decades around 1."""
     rng = np.random.default_rng(seed)
     return (10 ** (decades / 4 * rng.standard_normal(shape))).astype(np.float32)
@@ -77,7 +77,7 @@ def _lognormal(seed: int, decades: float, shape: Any = SHAPE) -> np.ndarray:
 @functools.cache
 def _adam(dtype: str) -> Any:
     """Return Adam, and its update, compiled once for all tests."""
-    tx: Any = low_precision_state(optax.scale_by_adam(eps=1e-16), dtype)
+    tx = low_precision_state(optax.scale_by_adam(eps=1e-16), dtype)
     return tx, jax.jit(tx.update)
 
 
@@ -184,7 +184,7 @@ def test_large_leaves_in_the_shape_of_a_parameter_are_stored_in_low_precision():
 
 def test_rules_choose_by_the_path_of_the_parameter():
     rules = {r"embed": None, r"layers/0/.*": "bfloat16", r"layers/.*/w": jnp.bfloat16}
-    tx: Any = low_precision_state(optax.adam(1e-2), "8bit", rules=rules, min_size=300)
+    tx = low_precision_state(optax.adam(1e-2), "8bit", rules=rules, min_size=300)
     names = _names_of_init(tx, TREE)
     for moment in (".inner_state[0].mu", ".inner_state[0].nu"):
         assert names[f"{moment}['embed']"] == "float32"
@@ -327,7 +327,7 @@ def test_a_sharded_step_has_the_numbers_of_one_and_asks_no_other_device(dtype, s
 
 
 def test_a_step_in_shard_map_works_on_its_shards():
-    tx: Any = low_precision_state(optax.trace(0.9), "8bit")
+    tx = low_precision_state(optax.trace(0.9), "8bit")
     params = jnp.asarray(_lognormal(6, 3, (1, 4096)))  # 512 numbers on each device
     state = tx.init(params)
     rows = P(None, "data")

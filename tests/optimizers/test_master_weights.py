@@ -58,7 +58,7 @@ def test_it_trains_as_mixed_precision_with_float32_parameters_does(dtype):
         h = (h * params["scale"]).astype(jnp.float32)
         return jnp.mean((h - y) ** 2)
 
-    def train(tx: Any, params: Any) -> Any:
+    def train(tx, params) -> Any:
         @functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
         def step(params, state, x):
             fun = jmp_lite.scaled_value_and_grad(loss, loss_scale=state)
@@ -73,7 +73,7 @@ def test_it_trains_as_mixed_precision_with_float32_parameters_does(dtype):
             values.append(float(value))
         return params, state, values
 
-    def scaled(inner: Any) -> Any:
+    def scaled(inner) -> Any:
         return scale_aware(inner, jmp_lite.DynamicLossScale(2.0**8, period=5))
 
     plain = jmp_lite.trees.cast_floating(first, jnp.float32)
@@ -140,7 +140,7 @@ def test_parameters_are_the_cast_of_their_masters_after_each_step(sizes, seed, o
 
 
 def test_where_an_update_misses_the_master_goes_on_from_the_parameter():
-    tx: Any = master_weights(optax.sgd(1.0))
+    tx = master_weights(optax.sgd(1.0))
     params, spacing = jnp.asarray(0.5, jnp.bfloat16), 2.0**-25
     step = Trainer(tx).step
     params, state = step(params, tx.init(params), jnp.float32(3 * spacing))
@@ -176,7 +176,7 @@ def test_rounding_is_that_of_a_cast(dtype):
 @in_halves
 def test_rounding_rests_on_no_cast_that_xla_may_take_out(dtype):
     # For a GPU it does: f32 -> half -> f32 is nothing to it.
-    tx: Any = master_weights(optax.sgd(1.0))
+    tx = master_weights(optax.sgd(1.0))
     params = jnp.ones(2, dtype)
     text = str(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
     assert set(re.findall(r"new_dtype=(\w+)", text)) == {"float32"}
@@ -214,7 +214,7 @@ def test_weights_loaded_after_init_are_trained_on(dtype, order):
 
 @in_halves
 def test_only_what_is_set_leaves_its_master(dtype):
-    trainer: Any = Trainer(scale_aware(master_weights(optax.sgd(1.0)), _SCALE))
+    trainer = Trainer(scale_aware(master_weights(optax.sgd(1.0)), _SCALE))
     rng = np.random.default_rng(0)
     params = jnp.asarray(rng.normal(size=1000), dtype)
     grads = jnp.asarray(1e-3 * rng.normal(size=1000), jnp.float32)
@@ -233,7 +233,7 @@ def test_only_what_is_set_leaves_its_master(dtype):
     np.testing.assert_array_equal(repaired[5:], (masters - grads)[5:].astype(dtype))
 
 
-def _masters_of(state: Any) -> Any:
+def _masters_of(state) -> Any:
     (found,) = nodes(state, jmp_lite.states.MasterWeightsState).values()
     return found.masters
 
@@ -283,7 +283,7 @@ def test_other_leaves_are_left_alone(storage):
 def test_float64_stays_float64(storage):
     with jax.enable_x64(True):
         params = {"d": jnp.ones(2), "h": jnp.ones(2, jnp.bfloat16)}
-        tx: Any = master_weights(optax.sgd(1e-9), storage=storage)
+        tx = master_weights(optax.sgd(1e-9), storage=storage)
         stepped, state = Trainer(tx).run(params, [params])
         dtypes = {name: str(x.dtype) for name, x in stepped.items()}
         assert dtypes == {"d": "float64", "h": "bfloat16"}
@@ -298,7 +298,7 @@ def test_a_state_that_starts_from_the_parameters_can_be_donated(storage):
         lambda params: params, lambda updates, state, params=None: (updates, state)
     )
     inner = master_weights(averages_like, storage=storage)
-    tx: Any = scale_aware(inner, StaticLossScale(8.0))
+    tx = scale_aware(inner, StaticLossScale(8.0))
     params = {"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones(64)}
     state = tx.init(params)
     grads = jax.tree.map(lambda p: p * 0.5, params)

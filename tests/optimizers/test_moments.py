@@ -21,7 +21,7 @@ pytestmark = pytest.mark.standard_promotion
 _silent = pytest.mark.filterwarnings("ignore:low_precision_state stores all")
 
 
-def _stored(inner: Any, **options: Any) -> set[str]:
+def _stored(inner, **options) -> set[str]:
     """Return the last names of the leaves that are stored in low precision."""
     tx = low_precision_state(inner, "8bit", min_size=1, **options)
     state = jax.eval_shape(tx.init, jnp.ones((4, 64)))
@@ -107,7 +107,7 @@ _X = np.random.default_rng(1).normal(size=(50, 32, 64))
 _PARAMS = np.random.default_rng(2).normal(size=(3, 2, 64, 64)) / 8
 
 
-def _train(tx: Any, needs: str, same_batch: bool) -> Any:
+def _train(tx, needs: str, same_batch: bool) -> Any:
     """Return the parameters of three small nets after 50 steps, and their losses."""
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
@@ -125,7 +125,7 @@ def _train(tx: Any, needs: str, same_batch: bool) -> Any:
             return loss(params, x)
 
         value, grad = jax.value_and_grad(value_fn)(params)
-        extra: Any = {
+        extra = {
             "lbfgs": {"value": value, "grad": grad, "value_fn": value_fn},
             "contrib.sophia": {"obj_fn": value_fn},
             "with plateaus": {"value": value},
@@ -176,7 +176,7 @@ def test_after_50_steps_it_is_near_float32(name, dtype, same_batch):
 # The others.
 
 
-def _optimiser(**start: Any) -> Any:
+def _optimiser(**start) -> Any:
     """Return one that adds gradients to each part of its state, which has no names."""
 
     def update_fn(updates, state, params=None):

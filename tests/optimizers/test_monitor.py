@@ -2,7 +2,6 @@
 
 import json
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from jmp_lite.states import TooManySkippedStepsError
 
 
 def _state_after(grads, loss_scale=None):
-    tx: Any = scale_aware(optax.sgd(1.0), loss_scale)
+    tx = scale_aware(optax.sgd(1.0), loss_scale)
     params = jnp.zeros(1)
     state = tx.init(params)
     for grad in grads:
@@ -140,7 +139,7 @@ def test_several_states_are_told_apart_by_their_path():
 
 
 def test_metrics_of_an_ensemble_have_its_axis():
-    tx: Any = scale_aware(optax.sgd(1.0))
+    tx = scale_aware(optax.sgd(1.0))
     params = jnp.zeros((3, 1))
     state = jax.vmap(tx.init)(params)
     grads = jnp.array([[1.0], [jnp.nan], [1.0]])
@@ -175,7 +174,7 @@ def test_the_overflows_of_a_start_are_no_collapse():
 
 
 def test_what_is_found_to_be_the_cause_is_said():
-    state: Any = scale_aware(optax.sgd(0.1)).init(jnp.ones(2))
+    state = scale_aware(optax.sgd(0.1)).init(jnp.ones(2))
     asked = []
     check_skipped_steps(state, find_cause=lambda: asked.append(True))
     assert asked == []
@@ -186,7 +185,7 @@ def test_what_is_found_to_be_the_cause_is_said():
 
 
 def test_a_loss_that_is_not_finite_is_told_as_such():
-    tx: Any = scale_aware(optax.sgd(0.1), DynamicLossScale(8.0))
+    tx = scale_aware(optax.sgd(0.1), DynamicLossScale(8.0))
     update = jax.jit(lambda state, grad, value: tx.update(grad, state, value=value)[1])
     bad, good = (jnp.full(2, jnp.nan), jnp.nan), (jnp.ones(2), 1.0)
     state = update(update(tx.init(jnp.ones(2)), *good), *bad)

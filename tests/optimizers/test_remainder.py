@@ -146,7 +146,7 @@ OPTIMISERS = {
 }
 
 
-def _train(tx: Any, steps: int, *bad: int) -> Any:
+def _train(tx, steps: int, *bad: int) -> Any:
     """Train eagerly: each operation is a program of its own, which rounds once."""
     params = optimizers.params_in(jnp.bfloat16)
     state = tx.init(params)
@@ -201,7 +201,7 @@ def test_a_parameter_and_its_remainder_belong_together_in_any_program(momentum, 
 def test_a_master_beyond_bfloat16_is_inf_and_comes_back():
     large = jnp.asarray([0x7F7F], jnp.uint16)
     params = jax.lax.bitcast_convert_type(large, jnp.bfloat16)
-    tx: Any = in_remainders(optax.sgd(1.0))
+    tx = in_remainders(optax.sgd(1.0))
     params, state = Trainer(tx).run(params, [jnp.full(1, -(2.0**119))])
     assert jnp.isinf(params).all()
     master = remainder.join(params, state.remainders)
@@ -237,7 +237,7 @@ def test_where_an_update_misses_the_weight_the_master_goes_on_from_there():
 
 @in_orders
 def test_parameters_set_by_hand_go_on_from_there(order):
-    tx: Any = ORDERS[order](in_remainders, optax.sgd(1.0))
+    tx = ORDERS[order](in_remainders, optax.sgd(1.0))
     params, state = _train(tx, 2)
     values = [0.0, -0.0, 3.0, -7.5, 1e-3, 1e30, -1e30, jnp.inf]
     params["w"] = jnp.tile(jnp.asarray(values, jnp.bfloat16)[:, None], (1, 4))
@@ -255,7 +255,7 @@ def test_parameters_set_by_hand_go_on_from_there(order):
 @pytest.mark.one_of("order")
 @in_orders
 def test_float16_is_refused_where_it_is(order):
-    tx: Any = ORDERS[order](in_remainders, optax.sgd(1.0))
+    tx = ORDERS[order](in_remainders, optax.sgd(1.0))
     params = {"a": jnp.ones(2, jnp.bfloat16), "b": [jnp.ones(2, jnp.float16)]}
     with pytest.raises(ValueError, match="got a float16 parameter at 'b/0': with 5 b"):
         tx.init(params)
@@ -267,7 +267,7 @@ def test_float16_is_refused_of_the_parameters_that_it_has_alone():
         "a": in_remainders(optax.sgd(1.0)),
         "b": master_weights(optax.sgd(1.0)),
     }
-    tx: Any = scale_aware(optax.partition(parts, {name: name for name in parts}))
+    tx = scale_aware(optax.partition(parts, {name: name for name in parts}))
     params, state = Trainer(tx).run(params, [params])
     dtypes = {str(x.dtype) for x in jax.tree.leaves(state.inner_state) if x.ndim}
     assert dtypes == {"uint16", "float32"}
@@ -292,7 +292,7 @@ def test_the_state_of_another_storage_is_an_error():
     [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")],
 )
 def test_parameters_that_were_cast_after_init_are_an_error(before, after, order):
-    tx: Any = ORDERS[order](in_remainders, optax.sgd(1.0))
+    tx = ORDERS[order](in_remainders, optax.sgd(1.0))
     params = {"a": jnp.ones(2, before)}
     state, params = tx.init(params), jmp_lite.trees.cast_floating(params, after)
     text = f"the parameter 'a' is {after}, and was another dtype in `init`"

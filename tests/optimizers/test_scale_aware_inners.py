@@ -92,7 +92,7 @@ def _tree(dtype: str, seed: int) -> dict[str, jax.Array]:
     return {"w": jnp.asarray(w, _DTYPES[dtype]), "b": jnp.asarray(b, _DTYPES[dtype])}
 
 
-def _float32(tree: Any) -> Any:
+def _float32(tree) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
@@ -101,7 +101,7 @@ def _float32(tree: Any) -> Any:
 @pytest.mark.parametrize("param_dtype", _DTYPES)
 def test_updates_are_those_of_float32_at_any_scale(name, grad_dtype, param_dtype):
     inner = TRAINED[name]()
-    wrapped: Any = scale_aware(inner)
+    wrapped = scale_aware(inner)
 
     @functools.partial(jax.jit, compiler_options=bitwise.UNOPTIMISED)
     def both(scaled, state, params, grads, inner_state):
@@ -179,12 +179,12 @@ def test_a_state_that_changes_its_structure_is_told_to_go_outside(wrap):
 
 
 # What a transformation is handed besides gradients, state and parameters.
-def _objective(params: Any) -> dict[str, Any]:
+def _objective(params) -> dict[str, Any]:
     del params
     return {"obj_fn": loss}
 
 
-def _gradient(params: Any) -> dict[str, Any]:
+def _gradient(params) -> dict[str, Any]:
     del params
     return {"grad_fn": jax.grad(lambda params, _: loss(params))}
 
@@ -199,22 +199,16 @@ _PLAIN: dict[str, Callable[[], Any]] = {
         "adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad "
         "fromage lamb lars lion nadam nadamw novograd optimistic_adam_v2 "
         "optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd signum sm3 yogi "
-        "scale_by_rprop contrib.acprop contrib.ademamix contrib.adopt contrib.galore "
-        "contrib.madgrad contrib.muon contrib.scale_by_madgrad "
-        "contrib.simplified_ademamix",
+        "contrib.acprop contrib.ademamix contrib.adopt contrib.galore "
+        "contrib.madgrad contrib.muon contrib.simplified_ademamix",
         RATE,
     ),
     **named(
-        "identity scale_by_adadelta scale_by_adamax scale_by_adan scale_by_amsgrad "
-        "scale_by_belief scale_by_distance_over_gradients scale_by_novograd "
-        "scale_by_optimistic_gradient scale_by_param_block_norm "
-        "scale_by_param_block_rms scale_by_radam scale_by_rss scale_by_sm3 "
-        "scale_by_stddev scale_by_yogi set_to_zero contrib.cocob "
+        # Those that are in one of the others are not named again.
+        "identity scale_by_distance_over_gradients scale_by_param_block_norm "
+        "scale_by_param_block_rms scale_by_stddev set_to_zero contrib.cocob "
         "contrib.dadapt_adamw contrib.dog contrib.dowg contrib.normalize "
-        "contrib.prodigy contrib.scale_by_acprop contrib.scale_by_ademamix "
-        "contrib.scale_by_adopt contrib.scale_by_cocob contrib.scale_by_galore "
-        "contrib.scale_by_simplified_ademamix contrib.schedule_free_adamw "
-        "contrib.schedule_free_sgd"
+        "contrib.prodigy contrib.schedule_free_adamw contrib.schedule_free_sgd"
     ),
     "contrib.split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(
         optax.adam(RATE)
@@ -270,7 +264,7 @@ def _params(name: str) -> Any:
     return params
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree) -> Any:
     return jax.tree.map(lambda x: (x.shape, str(x.dtype), x.weak_type), tree)
 
 
@@ -307,17 +301,3 @@ def test_schedule_free_finds_its_state_to_evaluate_wherever_it_is(wrap):
     assert _shapes(evaluated) == _shapes(jax.tree.map(jnp.float32, params))
     for x, p in zip(jax.tree.leaves(evaluated), jax.tree.leaves(params), strict=True):
         assert (x == p).all()
-
-
-def test_gradients_of_each_example_are_clipped_unscaled():
-    """DP-SGD, as the page on clipping has it: the same noise, the same clipping."""
-    private = contrib.differentially_private_aggregate(
-        l2_norm_clip=0.5, noise_multiplier=0.1, key=jax.random.key(0)
-    )
-    tx = scale_aware(optax.chain(private, optax.sgd(RATE)), StaticLossScale(2.0**10))
-    params = jnp.full((4, 1), 0.1)
-    of_examples = jax.random.normal(jax.random.key(1), (16, 4, 1))
-    clipped, _ = private.update(of_examples, private.init(params))
-    updates, _ = tx.update(2.0**10 * of_examples, tx.init(params), params)
-    error = optax.tree.norm(optax.tree.add_scale(updates, RATE, clipped))
-    assert error < 1e-6 * optax.tree.norm(updates)

@@ -43,7 +43,7 @@ _WRAPPERS: dict[str, Any] = {
 _BAD = {"zero_nans": jnp.nan}
 
 
-def _scaled(inner: Any) -> Any:
+def _scaled(inner) -> Any:
     # It grows after two steps, so that gradients of different scales are met.
     return scale_aware(inner, DynamicLossScale(2.0**6, period=2))
 
@@ -130,7 +130,7 @@ def _runs(name: str) -> dict[str, list[tuple[_Step, _Step]]]:
     return steps
 
 
-def _close(left: Any, right: Any) -> bool:
+def _close(left, right) -> bool:
     pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
     return all(np.allclose(a, b, 1e-5, 1e-6, equal_nan=True) for a, b in pairs)
 

@@ -9,7 +9,6 @@ writes and reads its own shards.
 import logging
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
 from urllib.parse import quote
 
 import jax
@@ -34,7 +33,9 @@ class _NumpyHandler(ocp.type_handlers.NumpyHandler):
         super().__init__(deepcopy_host_arrays=False)
         self.errors: list[Exception] = []
 
-    async def _open_and_write(self, value: Any, tspec: Any, ts_context: Any) -> None:
+    async def _open_and_write(
+        self, value: np.ndarray, tspec: dict[str, object], ts_context: ts.Context
+    ) -> None:
         try:
             await super()._open_and_write(value, tspec, ts_context)
         except Exception as error:  # of tensorstore: several kinds
@@ -91,16 +92,18 @@ class Store:
                 raise ValueError(f"{summarize(lost)} cannot be read back")
 
     def read(
-        self, path: str, leaf: LeafSpec, target: Any
+        self, path: str, leaf: LeafSpec, target: object
     ) -> np.ndarray | Callable[[], jax.Array]:
         """Read an array; return a function that reads one that spans processes."""
+        shape, dtypes = stored_as(leaf, target)
+        if not leaf.is_stored:
+            return np.zeros(shape, dtypes[0])  # without elements
         spec = {
             "driver": "zarr",
             "kvstore": {**self._kvstore, "path": f"{_name(path)}/"},
             "fill_missing_data_reads": False,
         }
         stored = ts.open(spec, open=True, read=True, context=self._context).result()
-        shape, dtypes = stored_as(leaf, target)
         chunk = stored.chunk_layout.read_chunk.shape or ()  # a scalar has none
         if stored.shape != shape or stored.dtype.name not in dtypes:
             raise ValueError(

@@ -6,7 +6,7 @@ import numpy as np
 
 from jmp_lite._src.checkpoint.leaves import LeafSpec
 
-_COUNTERS = ("skipped_steps", "consecutive_skips")
+_COUNTERS = ("skipped_steps", "consecutive_skips", "last_finite")
 
 
 def in_one_array(
@@ -15,8 +15,8 @@ def in_one_array(
     """Return the saved specs, with arrays of `wanted` in place of single counters."""
     found = dict(saved)
     for name in wanted.keys() - saved.keys():
-        parts = [_sibling(name, part) for part in (*_COUNTERS, "last_finite")]
-        if name.rpartition("/")[2] == "counters" and all(x in found for x in parts):
+        parts = _single(name)
+        if name.rpartition("/")[2] == "counters" and saved.keys() >= {*parts}:
             found = {x: leaf for x, leaf in found.items() if x not in parts}
             found[name] = wanted[name]
     return found
@@ -30,11 +30,11 @@ def read(
     `read_array` reads one of them by its key path, for a target of its shape.
     """
     found = np.zeros(leaf.shape, leaf.dtype)  # what was not counted is 0
-    for i, counter in enumerate(_COUNTERS):
-        found[..., i] = read_array(_sibling(name, counter), found[..., i])
+    for i, counter in enumerate(_single(name)[:2]):
+        found[..., i] = read_array(counter, found[..., i])
     return found
 
 
-def _sibling(name: str, part: str) -> str:
+def _single(name: str) -> list[str]:
     head, slash, _ = name.rpartition("/")
-    return f"{head}{slash}{part}"
+    return [f"{head}{slash}{counter}" for counter in _COUNTERS]

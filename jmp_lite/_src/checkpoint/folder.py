@@ -15,7 +15,6 @@ is complete when it has the file `commit_success.txt`, as Orbax' own.
 
 import os
 import re
-from typing import Any
 
 import numpy as np
 from etils import epath
@@ -56,7 +55,7 @@ def resolve_folder(
     return root
 
 
-def step_number(step: Any) -> int:
+def step_number(step: object) -> int:
     try:
         number = np.asarray(step)
     except (TypeError, ValueError):  # a PRNG key

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmp_lite._src import compat, trees
 from jmp_lite._src.reports import printable, summarize
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 # Numbers of Python: the dtypes of their kind, and those on disk.
-_NUMBERS: dict[str, tuple[Any, tuple[str, ...]]] = {
+_NUMBERS: dict[str, tuple[DTypeLike, tuple[str, ...]]] = {
     "bool": (jnp.bool_, ("bool",)),
     "int": (jnp.integer, ("int64", "uint64")),
     "float": (jnp.floating, ("float64",)),
@@ -89,7 +90,7 @@ def describe(x: Any) -> LeafSpec:
     return LeafSpec("array", name, list(x.shape), is_weak)
 
 
-def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
+def flatten(tree: object) -> tuple[dict[str, Any], Any]:
     """Return a dict of key path to leaf, and the structure of the tree."""
     leaves, structure = jax.tree.flatten_with_path(tree)
     paths = [trees.key_path(path) for path, _ in leaves]
@@ -224,7 +225,7 @@ def cast_array(array: Any, dtype: np.dtype, where: str) -> tuple[Any, Cast]:
     return new, Cast(array.dtype, np.dtype(dtype), underflowed)
 
 
-def sharding_of(target: Any) -> jax.sharding.Sharding | None:
+def sharding_of(target: object) -> jax.sharding.Sharding | None:
     """Return the sharding for a restored leaf, or None for the default device."""
     # A restored array would be committed, and fail with arrays on other devices.
     if isinstance(target, jax.Array) and not target.committed:

@@ -1,7 +1,6 @@
 """Loss scales in checkpoints: those of this library, of jmp and of flax."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +24,7 @@ _FLAX_DEFAULTS = {
 }
 
 
-def convert_loss_scale(saved: Any) -> DynamicLossScale:
+def convert_loss_scale(saved: object) -> DynamicLossScale:
     """Convert a loss scale of jmp or flax.
 
     Accepts jmp's `DynamicLossScale`, flax's `DynamicScale`, or a dict of one of them

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from jmp_lite._src import trees
 from jmp_lite._src.checkpoint.leaves import Cast, LeafSpec, cast_array, sharding_of
@@ -20,11 +21,11 @@ from jmp_lite._src.optimizers.low_precision_state import (
 )
 
 
-def like_saved(like: Any, saved: dict[str, LeafSpec]) -> Any:
+def like_saved(like: object, saved: dict[str, LeafSpec]) -> Any:
     """Return `like` with the shapes of the saved where these are of another form."""
     arrays = {name: leaf for name, leaf in saved.items() if leaf.kind == "array"}
 
-    def convert(path: Any, x: Any) -> Any:
+    def convert(path: KeyPath, x: Any) -> object:
         name, is_low = trees.key_path(path), is_compressed(x)
         prefix = f"{name}/" if name else ""
         values, scales = arrays.get(f"{prefix}values"), arrays.get(f"{prefix}scales")
@@ -44,12 +45,12 @@ def like_saved(like: Any, saved: dict[str, LeafSpec]) -> Any:
 
 
 def convert(
-    restored: Any, like: Any, saved: dict[str, LeafSpec], where: str
+    restored: object, like: object, saved: dict[str, LeafSpec], where: str
 ) -> tuple[Any, dict[str, Cast]]:
     """Convert a restored state to the forms in `like`; return the casts by key path."""
     casts = {}
 
-    def convert_leaf(path: Any, target: Any, x: Any) -> Any:
+    def convert_leaf(path: KeyPath, target: Any, x: Any) -> Any:
         name = trees.key_path(path)
         # The dtypes of arrays in low precision, None for other leaves.
         was, wanted = (y.dtype_name if is_compressed(y) else None for y in (x, target))
@@ -72,12 +73,12 @@ def convert(
     return converted, casts
 
 
-def _abstract(spec: LeafSpec, like: Any) -> Any:
+def _abstract(spec: LeafSpec, like: Any) -> jax.ShapeDtypeStruct:
     dtype, sharding = jnp.dtype(spec.dtype), sharding_of(like)
     return jax.ShapeDtypeStruct(like.shape, dtype, sharding=sharding)
 
 
-def _abstract_scales(spec: LeafSpec, like: Any) -> Any:
+def _abstract_scales(spec: LeafSpec, like: Any) -> jax.ShapeDtypeStruct:
     """Return the saved scales for a target: all of them on each of its devices."""
     numbers = jax.ShapeDtypeStruct(like.shape, jnp.float32)
     shape = jax.eval_shape(lambda x: compress(x, "8bit"), numbers).scales.shape

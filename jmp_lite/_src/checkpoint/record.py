@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
+from jax.typing import ArrayLike
 
 from jmp_lite._src.checkpoint.leaves import LeafSpec, describe, flatten
 from jmp_lite._src.reports import summarize
@@ -20,7 +21,7 @@ _FORMAT = 1
 
 
 def encode(
-    state: Any,
+    state: object,
 ) -> tuple[dict[str, np.ndarray | jax.Array], dict[str, LeafSpec]]:
     """Return the arrays of a state by key path, and the specs without checksums.
 
@@ -84,7 +85,7 @@ def read(path: epath.Path) -> dict[str, LeafSpec]:
     return leaves
 
 
-def _as_bytes(x: Any, path: str) -> np.ndarray:
+def _as_bytes(x: ArrayLike, path: str) -> np.ndarray:
     """Return a leaf as a NumPy array of a dtype that Orbax supports."""
     array = np.asarray(x)
     if array.dtype == object:
@@ -98,5 +99,5 @@ def _load(path: epath.Path) -> Any:
     return json.loads((path / "record" / "metadata").read_text())
 
 
-def _crc32(record: dict[str, Any]) -> int:
+def _crc32(record: dict[str, object]) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())

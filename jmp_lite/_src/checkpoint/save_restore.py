@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -26,10 +26,12 @@ from jmp_lite._src.checkpoint import folder as folders
 from jmp_lite._src.checkpoint import record as records
 from jmp_lite._src.checkpoint.lock import on_first_process, writer_lock
 
+T = TypeVar("T")
+
 
 def save(
     folder: str | os.PathLike[str],
-    state: Any,
+    state: object,
     *,
     step: int | None = None,
     keep: int = 3,
@@ -147,7 +149,7 @@ class Restored(NamedTuple):
 
 def restore(
     folder: str | os.PathLike[str],
-    like: Any,
+    like: object,
     *,
     step: int | None = None,
     cast: bool = False,
@@ -204,26 +206,18 @@ def restore(
     leaves.check_compatible(specs, wanted, where, cast=cast)
     store = on_disk.Store(path / "state")
 
-    def read_stored(name: str, target: Any) -> Any:
-        return store.read(name, saved[name], target)
-
-    def read(name: str) -> Any:
-        leaf, target = specs[name], targets[name]
+    def read(name: str, target: Any) -> Any:
         if name not in saved:
-            return counters.read(name, leaf, read_stored)
-        if leaf.is_stored:
-            return read_stored(name, target)
-        if leaf.kind not in ("array", "key"):
-            return None
-        shape, dtypes = leaves.stored_as(leaf, target)
-        return np.zeros(shape, dtypes[0])  # without elements
+            return counters.read(name, specs[name], read)
+        is_array = saved[name].kind not in ("object", "text")
+        return store.read(name, saved[name], target) if is_array else None
 
-    def read_all() -> dict[str, Any]:
+    def read_all() -> dict[str, object]:
         with ThreadPoolExecutor() as threads:
-            arrays = dict(zip(targets, threads.map(read, targets), strict=True))
+            arrays = [*threads.map(read, targets, targets.values())]
         return {
-            name: leaves.decode(x() if callable(x) else x, specs[name], targets[name])
-            for name, x in arrays.items()
+            name: leaves.decode(x() if callable(x) else x, specs[name], target)
+            for x, (name, target) in zip(arrays, targets.items(), strict=True)
         }
 
     values = _read(read_all, root, step)
@@ -241,7 +235,7 @@ def restore(
     return Restored(state, step, casts)
 
 
-def _read(read: Callable[[], Any], root: epath.Path, step: int) -> Any:
+def _read(read: Callable[[], T], root: epath.Path, step: int) -> T:
     """Call `read`; if it fails, name the step and the others in the folder."""
     try:
         return read()

@@ -10,10 +10,10 @@ A train state has both: its fields `params` and `opt_state`, or those of nnx.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
 
 from jmp_lite._src import arguments, compat, trees
 
@@ -36,10 +36,10 @@ def check_classes(classes: Mapping[str | int, str] | None) -> None:
 
 
 def classes_of_leaves(
-    fun: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    result: Any,
+    fun: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    result: object,
     classes: Mapping[str | int, str] | None = None,
 ) -> list[str]:
     """Return the class of each array among the arguments of a step, in their order.
@@ -69,14 +69,16 @@ def classes_of_leaves(
     return found
 
 
-def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
+def _argument_names(fun: Callable[..., object], count: int) -> list[str]:
     parameters = inspect.signature(fun).parameters.values()
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     names = [p.name for p in parameters if p.kind in kinds][:count]
     return names + [f"argument {i}" for i in range(len(names), count)]
 
 
-def _classes(tree: Any, returned: set[Any], otherwise: str) -> list[str]:
+def _classes(
+    tree: object, returned: set[tuple[object, ...]], otherwise: str
+) -> list[str]:
     """Return the class of each array, by what the step returns."""
     arrays, variables = _arrays(tree), jax.tree.leaves(tree, is_leaf=_is_variable)
     if any(map(_is_variable, variables)):
@@ -100,17 +102,17 @@ def _classes(tree: Any, returned: set[Any], otherwise: str) -> list[str]:
     return found
 
 
-def _is_variable(x: Any) -> bool:
+def _is_variable(x: object) -> bool:
     return isinstance(x, compat.nnx_class("Variable"))
 
 
-def _class_of_variable(x: Any) -> str:
+def _class_of_variable(x: object) -> str:
     if type(x).__module__.startswith("flax.nnx.training"):
         return STATE
     return PARAMETERS if isinstance(x, compat.nnx_class("Param")) else OTHER
 
 
-def _is_state(tree: Any) -> bool:
+def _is_state(tree: object) -> bool:
     """Return whether this is the state of an optimiser, or a chain of such states."""
     if not isinstance(tree, tuple):
         return False
@@ -121,25 +123,25 @@ def _is_state(tree: Any) -> bool:
     return known or is_named
 
 
-def _has_state(tree: Any) -> bool:
+def _has_state(tree: object) -> bool:
     return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
 
 
-def _children(tree: Any) -> list[tuple[Any, Any]]:
+def _children(tree: object) -> list[tuple[KeyPath, object]]:
     return jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is not tree)
 
 
-def _nodes(tree: Any) -> Iterator[Any]:
+def _nodes(tree: object) -> Iterator[object]:
     yield tree
     for _, child in _children(tree):
         if child is not tree:  # a leaf has itself
             yield from _nodes(child)
 
 
-def _structure(tree: Any) -> tuple[Any, ...]:
+def _structure(tree: object) -> tuple[object, ...]:
     leaves, structure = jax.tree.flatten(tree)
     return structure, *(getattr(x, "shape", None) for x in leaves)
 
 
-def _arrays(tree: Any) -> list[Any]:
+def _arrays(tree: object) -> list[jax.Array]:
     return [x for x in jax.tree.leaves(tree) if trees.is_array(x)]

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import Any
 
 import jax
 
@@ -84,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     return DOES_NOT_FIT if report.fits is False else 0
 
 
-def load(target: str) -> tuple[Callable[..., Any], Sequence[Any]]:
+def load(target: str) -> tuple[Callable[..., object], Sequence[object]]:
     """Return the step and the arguments that `"package.module:function"` returns.
 
     Mistakes in the name raise a `ValueError`; what the function raises stays as it is.

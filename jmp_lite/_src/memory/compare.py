@@ -122,7 +122,7 @@ class Comparison(reports.Report):
 
 
 def compare(
-    steps: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]],
+    steps: Mapping[str, tuple[Callable[..., object], Sequence[object]]],
     device: str | None = None,
     *,
     donate_argnums: int | Sequence[int] = (),

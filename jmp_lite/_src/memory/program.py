@@ -23,17 +23,17 @@ class Program:
 
     compiled: Any  # as JAX has it
     text: str  # of its optimised HLO module
-    args: tuple[Any, ...]  # that it was compiled for: arrays, or their shapes
-    kwargs: Mapping[str, Any]
-    result: Any  # the shapes of what it returns
+    args: tuple[object, ...]  # that it was compiled for: arrays, or their shapes
+    kwargs: Mapping[str, object]
+    result: object  # the shapes of what it returns
     flops: int  # multiplications and additions in its matrix products
     count: int  # how many devices it is for
 
 
 def build(
-    step: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    step: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     device: str | None,
     count: int | None,
     donate_argnums: Sequence[int],
@@ -81,7 +81,7 @@ def build(
     )
 
 
-def _axes_of(args: Any, device: str | None, count: int | None) -> dict[str, int]:
+def _axes_of(args: object, device: str | None, count: int | None) -> dict[str, int]:
     """Return the axes of the mesh that arguments are sharded over, none if they aren't.
 
     It is an error if they are not sharded over `count` devices.
@@ -105,11 +105,11 @@ def _axes_of(args: Any, device: str | None, count: int | None) -> dict[str, int]
     return axes
 
 
-def _is_split(sharding: Any) -> TypeGuard[NamedSharding]:
+def _is_split(sharding: object) -> TypeGuard[NamedSharding]:
     return isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
 
 
-def _place(mesh: Mesh, x: Any) -> Any:
+def _place(mesh: Mesh, x: Any) -> object:
     """Return the shape of an array, on a mesh; what is no array as it is."""
     if not trees.is_array(x):
         return x
@@ -120,10 +120,10 @@ def _place(mesh: Mesh, x: Any) -> Any:
 
 def _trace(
     step: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     donate_argnums: Sequence[int],
-) -> tuple[Any, Any]:
+) -> tuple[jax.stages.Traced, object]:
     """Return a step as JAX traces it, and the shapes of its result."""
     if hasattr(step, "trace"):  # it is jitted, by JAX or nnx
         if donate_argnums:
@@ -149,7 +149,7 @@ def _trace(
     return jitted.trace(*args, **kwargs), result
 
 
-def _shape_of(x: Any) -> Any:
+def _shape_of(x: Any) -> object:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if trees.is_array(x) else x
 
 
@@ -189,7 +189,7 @@ def _flops(jaxpr: Jaxpr) -> int:
     return count(jaxpr)
 
 
-def shard_bytes(x: Any) -> int:
+def shard_bytes(x: jax.Array) -> int:
     """Return the bytes of an argument on one device."""
     sharding = getattr(x, "sharding", None)
     shape = sharding.shard_shape(x.shape) if sharding is not None else x.shape

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, ParamSpec
+from typing import NamedTuple, ParamSpec
 
 import jax
 
@@ -114,7 +114,7 @@ def total(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 def _alike(rows: Iterable[SavedArray]) -> list[list[SavedArray]]:
     """Return the rows of one operation and line together, whatever their layer."""
-    groups: dict[Any, list[SavedArray]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[SavedArray]] = defaultdict(list)
     for row in rows:
         groups[row.operation, row.line, row.dtype, row.shape, row.hint].append(row)
     return sorted(groups.values(), key=lambda rows: -sum(row.bytes for row in rows))
@@ -136,7 +136,7 @@ def _cells(rows: list[SavedArray]) -> list[str]:
 
 @takes_function
 def saved(
-    fun: Callable[P, Any], policy: Policy | PolicyMap | str | None = None
+    fun: Callable[P, object], policy: Policy | PolicyMap | str | None = None
 ) -> Callable[P, SavedReport]:
     """Return a function of the same arguments that lists what its gradient keeps.
 
@@ -169,10 +169,10 @@ def saved(
       ['x', 'w']
     """
     check_function(fun, "saved", policy)
-    of_any: Callable[..., Any] = fun if policy is None else autocast(fun, policy)
+    of_any: Callable[..., object] = fun if policy is None else autocast(fun, policy)
 
     @functools.wraps(fun)
-    def residuals(*args: P.args, **kwargs: P.kwargs) -> list[Any]:
+    def residuals(*args: P.args, **kwargs: P.kwargs) -> list[jax.Array]:
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
 

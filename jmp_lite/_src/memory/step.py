@@ -154,7 +154,7 @@ class StepReport(reports.Report):
 
 @takes_function
 def of_step(
-    step: Callable[P, Any],
+    step: Callable[P, object],
     device: str | None = None,
     *,
     donate_argnums: int | Sequence[int] = (),
@@ -234,6 +234,7 @@ def of_step(
             program.shard_bytes(x) // x.dtype.itemsize for x in parameters
         }
         memory = built.compiled.memory_analysis()
+        costs = compat.cost_analysis(built.compiled)
         instructions = hlo.parse(built.text)
         counts = hlo.count(built.text, instructions)._asdict()
         here = f"this machine ({jax.devices()[0].device_kind})"
@@ -250,7 +251,8 @@ def of_step(
             temporaries=memory.temp_size_in_bytes,
             live=liveness.at_peak(instructions, parameter_sizes),
             traffic=counts["traffic"],
-            bytes_accessed=int(compat.cost_analysis(built.compiled)["bytes accessed"]),
+            # A program that hands on what it is given has none.
+            bytes_accessed=int(costs.get("bytes accessed", 0)),
             flops=built.flops,
             counts=counts,
         )

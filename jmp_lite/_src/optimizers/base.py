@@ -93,7 +93,7 @@ def _why_unlike(
     return f"no part of the optimiser's state has their shapes and structure, {paths}…"
 
 
-def _other_shape(tree: Any, params: Any) -> str:
+def _other_shape(tree: object, params: object) -> str:
     """Return which leaf has another shape than the parameter at its path, or ""."""
     expected = {path: np.shape(x) for path, x in jax.tree.leaves_with_path(params)}
     for path, x in jax.tree.leaves_with_path(tree):
@@ -117,7 +117,7 @@ def _takes_value(update: Callable[..., object]) -> bool:
     return "value" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def strongly_typed(x: Any) -> Any:
+def strongly_typed(x: object) -> object:
     """Return a number or array as a strongly typed array; other leaves unchanged."""
     if isinstance(x, bool | int | float | complex):
         x = arguments.array(x)
@@ -192,7 +192,7 @@ def check_gradients(grads: optax.Updates, params: optax.Params | None) -> None:
         )
 
 
-def check_params(params: Any, stored: optax.Params) -> None:
+def check_params(params: optax.Params | None, stored: optax.Params) -> None:
     """Raise unless parameters are like those that a state has stored.
 
     What is None in the state matches anything, as in `check_gradients`.
@@ -205,7 +205,7 @@ def check_params(params: Any, stored: optax.Params) -> None:
         )
 
 
-def check_leaves(tree: Any, what: str, functions: bool = True) -> None:
+def check_leaves(tree: object, what: str, functions: bool = True) -> None:
     """Raise unless each leaf is an array, a number, or a function if these may be."""
     for path, x in jax.tree.leaves_with_path(tree):
         is_number = trees.is_array(x) or arguments.array(x) is not None
@@ -284,7 +284,7 @@ def check_update(
     return inner_state, {path: d for path, d in known.items() if dtypes.is_half(d)}
 
 
-def next_state(state: Any, inner_state: Any, stored: Any) -> Any:
+def next_state(state: Any, inner_state: Any, stored: object) -> Any:
     """Return a pair of an inner state and what is stored beside it, after an update.
 
     Input and output states must have the same structure, for example if the update is
@@ -295,7 +295,7 @@ def next_state(state: Any, inner_state: Any, stored: Any) -> Any:
     return type(state)(inner_state, stored)
 
 
-def map_with_none(fun: Callable[..., object], tree: Any, *rest: Any) -> Any:
+def map_with_none(fun: Callable[..., object], tree: object, *rest: object) -> Any:
     """Map over the key paths and leaves of trees, with None as a leaf of the first."""
     return jax.tree.map_with_path(fun, tree, *rest, is_leaf=lambda x: x is None)
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jmp_lite._src import arguments, compat, policy, trees
 from jmp_lite._src.optimizers import base, blocks, rounding
 from jmp_lite._src.optimizers.master_weights import with_remainders
 from jmp_lite._src.optimizers.scale_aware import ScaleAwareState, update_in_float32
+
+T = TypeVar("T")
 
 _DTYPES = ("bfloat16", "8bit")
 
@@ -221,8 +223,11 @@ def low_precision_state(
 
 
 def _store_moments(
-    state: Any, params: Any, choice: "_Choice", where: Callable[[str], bool] | None
-) -> Any:
+    state: T,
+    params: optax.Params,
+    choice: "_Choice",
+    where: Callable[[str], bool] | None,
+) -> T:
     """Return a float32 state with its moments in low precision."""
     leaves = jax.tree.leaves_with_path(state, is_leaf=_is_centered)
     centered = [path for path, x in leaves if _is_centered(x)]
@@ -301,10 +306,10 @@ def _around_variable(variable: Any) -> Any:
     return LowPrecisionArray(variable.replace(array.values), scales)
 
 
-def into_variables(state: Any) -> Any:
+def into_variables(state: T) -> T:
     """Put the arrays in low precision into their variables of nnx again."""
 
-    def put(x: LowPrecisionArray) -> Any:
+    def put(x: LowPrecisionArray) -> object:
         array = LowPrecisionArray(*jax.tree.leaves(x))
         return jax.tree.unflatten(jax.tree.structure(x.values), [array])
 
@@ -321,7 +326,7 @@ class _Choice:
     rules: tuple[tuple[str, str | None], ...]  # a pattern, and a dtype or None
     min_size: int  # leaves with fewer elements are not compressed
 
-    def dtype_of(self, param: str | None, x: Any) -> str | None:
+    def dtype_of(self, param: str | None, x: jax.Array) -> str | None:
         """Return the dtype for a leaf of the state, or None if it is unchanged."""
         if param is None or x.dtype != jnp.float32 or x.size < self.min_size:
             return None

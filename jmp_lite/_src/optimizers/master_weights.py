@@ -1,7 +1,7 @@
 """Master weights: parameters stored in half, optimised in float32."""
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,8 @@ from jax.tree_util import KeyPath
 
 from jmp_lite._src import arguments, compat, dtypes, trees
 from jmp_lite._src.optimizers import base, remainder, rounding
+
+T = TypeVar("T")
 
 
 class MasterWeightsState(NamedTuple):
@@ -199,7 +201,7 @@ def _update_to_weight(
     return rounding.update_between(p.astype(m.dtype), weight.astype(m.dtype))
 
 
-def with_remainders(states: Any, stored: dict[str, np.dtype]) -> Any:
+def with_remainders(states: T, stored: dict[str, np.dtype]) -> T:
     """Replace masters of bf16 parameters in states from `init` by remainders of 0."""
 
     def remainder_of(path, m):

@@ -34,7 +34,7 @@ class TooManySkippedStepsError(RuntimeError):
 
 
 def loss_scale_metrics(
-    opt_state: Any, *, grads: Any = None, host: bool = False
+    opt_state: object, *, grads: object = None, host: bool = False
 ) -> dict[str, Any]:
     """Return loss scaling metrics to log.
 
@@ -96,7 +96,7 @@ def loss_scale_metrics(
 
 
 def check_skipped_steps(
-    opt_state: Any,
+    opt_state: object,
     *,
     max_consecutive_skips: int = 50,
     find_cause: Callable[[], object] | None = None,
@@ -166,7 +166,7 @@ def check_skipped_steps(
         )
 
 
-def _find_states(opt_state: Any) -> dict[str, ScaleAwareState]:
+def _find_states(opt_state: object) -> dict[str, ScaleAwareState]:
     states = dict(trees.find(opt_state, ScaleAwareState))
     if not states:
         raise ValueError(

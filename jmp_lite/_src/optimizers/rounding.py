@@ -1,11 +1,13 @@
 """Rounding to half precision stochastically, and updates between half numbers."""
 
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+A = TypeVar("A", np.ndarray, jax.Array)
 
 
 def round_stochastically(x: jax.Array, dtype: DTypeLike, noise: jax.Array) -> jax.Array:
@@ -71,7 +73,7 @@ def leaf_seed(seed: jax.Array, leaf: int) -> jax.Array:
 _GOLDEN_RATIO = 0x9E3779B9  # times 2**32: spreads consecutive integers
 
 
-def _mix(x: Any, seed: Any) -> Any:
+def _mix(x: A, seed: np.uint32 | jax.Array) -> A:
     """Mix the bits of u32 numbers, of NumPy or JAX, with those of a second seed.
 
     This is lowbias32 of https://github.com/skeeto/hash-prospector.

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from jmp_lite._src import arguments, dtypes, trees
 from jmp_lite._src.loss_scale import DynamicLossScale, LossScale, check_loss_scale
@@ -110,8 +111,8 @@ class _Update(Protocol):
         state: Any,
         params: optax.Params | None = None,
         *,
-        value: Any = None,
-        **extra_args: Any,
+        value: object = None,
+        **extra_args: object,
     ) -> tuple[optax.Updates, ScaleAwareState]: ...
 
 
@@ -289,7 +290,7 @@ def update_in_float32(
     grads: optax.Updates,
     state: optax.OptState,
     params: optax.Params | None,
-    extra: dict[str, Any],
+    extra: dict[str, object],
     owner: str,
     reason: str,
 ) -> tuple[optax.Updates, optax.OptState]:
@@ -320,7 +321,7 @@ def update_in_float32(
     return updates, base.with_dtypes_of(new, state)
 
 
-def select_tree(pred: Any, a: T, b: T) -> T:
+def select_tree(pred: ArrayLike, a: T, b: T) -> T:
     """Select one of two trees, leaf by leaf, without a branch.
 
     Args:
@@ -354,7 +355,7 @@ def select_tree(pred: Any, a: T, b: T) -> T:
     return trees.select_tree(pred, a, b)
 
 
-def warn_if_updates_are_lost(params: optax.Params | None, opt_state: Any) -> None:
+def warn_if_updates_are_lost(params: optax.Params | None, opt_state: object) -> None:
     """Warn if half-precision parameters are trained without what keeps small updates.
 
     Also if something in a chain comes after that. Silent if an optimiser updates a part
@@ -389,7 +390,7 @@ def warn_if_updates_are_lost(params: optax.Params | None, opt_state: Any) -> Non
     )
 
 
-def _is_followed(state: optax.OptState) -> bool:
+def _is_followed(state: object) -> bool:
     """Return whether a chain goes on after what needs the dtypes of parameters."""
     if isinstance(state, _NEED_DTYPES):
         return False
@@ -427,7 +428,7 @@ def _all_devices(
     return [total == 0 for total in jax.lax.psum(failures, axis_name)]
 
 
-def _where(finite: jax.Array, tree: Any, other: complex) -> Any:
+def _where(finite: jax.Array, tree: T, other: complex) -> T:
     """Replace the numbers of a tree if not `finite`; keep keys and float0."""
 
     def where(x):
