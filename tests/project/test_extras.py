@@ -68,8 +68,11 @@ _TRAININGS = [
 # Needs fewer extras: no data and no checkpoints.
 _COMPILED = ["import benchmarks.programs", "import benchmarks.memory"]
 _IMPORTS = {
-    "flax": asks(_PUBLIC, "flax", "flax") | asks(_TRAININGS, "flax", "examples"),
-    "orbax": asks(["from jmp_lite import checkpoint"], "orbax", "checkpoint"),
+    "flax orbax": {
+        **asks(_PUBLIC, "flax", "flax"),
+        **asks(_TRAININGS, "flax", "examples"),
+        **asks(["from jmp_lite import checkpoint"], "orbax", "checkpoint"),
+    },
     "mlxtend orbax": dict.fromkeys(_COMPILED),
     "mlxtend orbax flax": asks(_COMPILED, "flax", "flax"),
 }

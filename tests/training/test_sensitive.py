@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.experimental.ode import odeint
 
 import jmp_lite as jmp
 
@@ -51,12 +50,6 @@ def weights(*shapes: tuple[int, int]) -> list[jax.Array]:
     keys = jax.random.split(jax.random.key(0), len(shapes))
     pairs = zip(keys, shapes, strict=True)
     return [jax.random.normal(key, shape) / shape[0] ** 0.5 for key, shape in pairs]
-
-
-def at_end(field: Any, tolerance: float) -> jax.Array:
-    """Solve a differential equation."""
-    start, times = jnp.array([1.0, 0.0]), jnp.linspace(0, 5.0, 3)
-    return odeint(field, start, times, rtol=tolerance, atol=tolerance)[-1]
 
 
 @pytest.mark.full
@@ -112,49 +105,6 @@ def test_a_second_derivative_has_the_digits_of_float16() -> None:
     bfloat16, repaired = off(*in_bfloat16), off(*in_bfloat16, in_the_end=loss_fn)
     assert full < 2e-4 and float16 < 2e-4 and repaired < 1.5 * full
     assert bfloat16 > 2 * float16
-
-
-_KEYS = jax.random.split(jax.random.key(0), 6)
-W1 = jax.random.normal(_KEYS[4], (2, 64))
-W2 = jax.random.normal(_KEYS[5], (64, 2)) / 8
-
-
-def field(y: jax.Array, t: jax.Array) -> jax.Array:
-    return jnp.tanh(y @ W1) @ W2 - y
-
-
-@pytest.mark.full
-def test_more_steps_of_a_solver_buy_nothing_in_half() -> None:
-    def by_hand(y, t):
-        low = jmp.trees.cast_floating([y, W1, W2], jnp.bfloat16)
-        return (jnp.tanh(low[0] @ low[1]) @ low[2]).astype(jnp.float32) - y
-
-    exact, half = at_end(field, 1e-7), jmp.autocast(field, "mixed_bfloat16")
-    off = [
-        [float(jnp.abs(at_end(f, t) - exact).max()) for f in (half, by_hand)]
-        for t in (1e-3, 1e-5)
-    ]
-    assert 1e-4 < off[1][0] < off[0][0]
-    for ours, theirs in off:
-        assert ours <= 1.1 * theirs
-
-
-@pytest.mark.full
-def test_a_solver_takes_more_steps_where_half_cannot_meet_its_tolerance() -> None:
-    def count_calls(field, tolerance):
-        calls = []
-
-        def counted(y, t):
-            jax.debug.callback(lambda: calls.append(1))
-            return field(y, t)
-
-        at_end(counted, tolerance)
-        jax.effects_barrier()
-        return len(calls)
-
-    half = jmp.autocast(field, "mixed_bfloat16")
-    assert count_calls(half, 1e-3) < 1.3 * count_calls(field, 1e-3)
-    assert count_calls(half, 1e-5) > 1.5 * count_calls(field, 1e-5)
 
 
 def test_a_ratio_of_probabilities_in_half_is_off_before_anything_is_learned() -> None:
