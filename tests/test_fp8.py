@@ -49,8 +49,10 @@ A, B, G = normal(16, 32), normal(32, 8, seed=1), normal(16, 8, seed=2)
 
 
 @pytest.mark.parametrize("one_sign", [False, True])
-@pytest.mark.parametrize("of_b", DTYPES)
-@pytest.mark.parametrize("of_a", DTYPES)
+@pytest.mark.parametrize(
+    ("of_a", "of_b"),
+    [("f32", "f32"), ("bf16", "bf16"), ("f16", "f16"), ("bf16", "f32")],
+)
 def test_product_and_gradients_are_right_to_the_digits_of_fp8(of_a, of_b, one_sign):
     a, b, g = normal(64, 128), normal(128, 32, seed=1), normal(64, 32, seed=2)
     if one_sign:
@@ -174,7 +176,7 @@ def test_zeros_give_zeros():
     assert not any(x.any() for x in with_gradients(0 * A, np.ones_like(B), 0 * G))
 
 
-@pytest.mark.parametrize("exponent", [-130, -126, -110, -100, -90, 120])
+@pytest.mark.parametrize("exponent", [-130, -126, -100, 120])
 def test_the_smallest_and_largest_magnitudes(exponent):
     # The CPU takes float32 numbers below 2**-126 for zero.
     x = np.float32(2.0) ** exponent
@@ -182,15 +184,6 @@ def test_the_smallest_and_largest_magnitudes(exponent):
     expected = 16 * float(x) if exponent >= -100 else 0.0
     assert np.isfinite(out).all()
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=2.0**-100)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "exponent"), [(fp8.FORWARD, -18), (fp8.GRADIENT, -32)]
-)
-def test_what_is_much_smaller_than_the_largest_becomes_zero(dtype, exponent):
-    x = np.exp2(np.asarray([[0.0, exponent - 0.1, exponent + 0.1]], np.float32))
-    (found,) = rounded(x, dtype)
-    assert found[0] == pytest.approx(1.0) and found[1] == 0.0 < found[2]
 
 
 # Sums of gradients, in which bfloat16 would end at 256 and float16 at 2048.
@@ -234,7 +227,7 @@ def test_sums_of_one_sign_are_those_of_float32(fun, dtype):
     np.testing.assert_allclose(np.float32(of_rows), 4.0, rtol=1e-2)
 
 
-@pytest.mark.parametrize("largest", [0.0, 1.0, 1.75, 1.7500001, 2.0, 3.4e38])
+@pytest.mark.parametrize("largest", [0.0, 1.75, 1.7500001, 3.4e38])
 @pytest.mark.parametrize("dtype", [fp8.FORWARD, fp8.GRADIENT])
 def test_a_scale_is_the_least_power_of_two_that_clips_nothing(dtype, largest):
     _, scale = quantize(np.full((1, 1, 1), largest, np.float32), dtype)
@@ -303,7 +296,7 @@ def derivatives_of_one(a, b):
     return *grads, jax.jvp(matmul, (a, b.T), (a, b.T))[1]
 
 
-@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0), (1, 2)])
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (1, 2)])
 def test_gradients_of_each_example_are_those_of_the_example(in_axes):
     shapes = {None: (4, 8), 0: (3, 4, 8), 1: (4, 3, 8), 2: (4, 8, 3)}
     a, b = normal(*shapes[in_axes[0]]), normal(*shapes[in_axes[1]], seed=1)
@@ -322,12 +315,13 @@ def test_gradients_of_each_example_are_those_of_the_example(in_axes):
         assert error(found[2][i], 2 * exact(one[0], one[1].T)) < 0.1
 
 
-@pytest.mark.one_of("policy")
-@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable", None])
-def test_remat_gives_the_same_bits(policy):
-    policy = policy and getattr(jax.checkpoint_policies, policy)
+def test_remat_and_the_matmul_precision_change_no_bit():
+    expected = with_gradients(A, B, G)
+    policy = jax.checkpoint_policies.nothing_saveable
     again = jax.checkpoint(matmul, policy=policy)
-    bitwise.assert_same(with_gradients(A, B, G, again), with_gradients(A, B, G))
+    bitwise.assert_same(with_gradients(A, B, G, again), expected)
+    with jax.default_matmul_precision("tensorfloat32"):
+        bitwise.assert_same(with_gradients(A, B, G), expected)
 
 
 @pytest.mark.one_of("of_a", "of_b")
@@ -416,14 +410,6 @@ def test_autocast_leaves_it_as_it_is_and_numerics_names_it(half):
     x[0, 0] = np.inf
     found = str(jmp_lite.numerics.first_nonfinite(loss)(params, x))
     assert "fp8_product" in found and "in fp8" in found
-
-
-@pytest.mark.one_of("precision")
-@pytest.mark.parametrize("precision", ["tensorfloat32", "highest", "BF16_BF16_F32"])
-def test_the_matmul_precision_around_it_changes_nothing(precision):
-    with jax.default_matmul_precision(precision):
-        found = with_gradients(A, B, G)
-    bitwise.assert_same(found, with_gradients(A, B, G))
 
 
 def test_einsum_and_layers_of_flax_take_it():

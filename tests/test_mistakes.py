@@ -396,7 +396,7 @@ CHECKPOINTS: list[Row] = [
     (lambda f: ckpt.convert_loss_scale(STATIC), "ValueError", "Scale with ['loss_s"),
 ]
 
-# Of another kind, out of range, or like the right one: each option is checked at the call.
+# Of another kind, out of range, or like the right one: refused at the call.
 ARGUMENTS: list[Row] = [
     (lambda: MIXED.with_output_dtype(F8.dtype), "large ones NaN", "fp8_dot_general"),
     (lambda: jmp.half_dtype("cud"), "to be one of ('cpu', 'gpu',", "got 'cud'"),
@@ -437,7 +437,7 @@ ARGUMENTS: list[Row] = [
     (lambda: TX.update(None, S, P), "Expected gradients, got None"),
     (lambda: TX.update({"w": "a", "b": X}, S), "as gradients, got 'a' at 'w'"),
     (lambda: TX.update(stacked(P), S, P), "an update of shape (2, 2) at 'b', not (2,)"),
-    (lambda: MOMENTUM.update([P["w"]], MOMENTUM.init(P)), "no part of", "shapes", "'0'"),
+    (lambda: MOMENTUM.update([X], MOMENTUM.init(P)), "no part of", "shapes", "'0'"),
     (lambda: MASTERS.update([X], MASTERS.init(H), [X]), "the state is of", "a list in"),
     (lambda: MASTERS.update(H, MASTERS.init(P), stacked(P)), "(2, 2) at 'b', not (2,)"),
     (lambda: MASTERS.update(stacked(H), MASTERS.init(H), H), "update of shape (2, 2)"),

@@ -24,9 +24,7 @@ from jmp_lite._src.flax import module_policies
 from tests.test_doctor import DIAGNOSIS
 
 # For rich, matplotlib, HTML, terminals, Python, XLA's own text.
-NAME = (
-    '_x[/y][link=a]:smile:$\\frac{$<b>&amp;\x1b[31m\r\x08\u202eé"\nraise KeyError'
-)
+NAME = '_x[/y][link=a]:smile:$\\frac{$<b>&amp;\x1b[31m\r\x08\u202eé"\nraise KeyError'
 W, X = jnp.eye(8), 4.0 * jnp.ones((8, 8))
 
 

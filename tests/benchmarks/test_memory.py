@@ -3,7 +3,6 @@
 import itertools
 import math
 
-import bitwise
 import jax
 import pytest
 

@@ -266,7 +266,6 @@ CALLS: dict[str, Any] = {
     "linen": ({}, {}),
     "linen mask": ({}, {"mask": MASK}),
     "linen dropout": (DROPOUT, {}),
-    "linen no bias": ({"use_bias": False, "out_features": 3}, {}),
     "nnx": ({}, {}),
     "nnx causal": ({}, {"is_causal": True}),
     "nnx dropout": (DROPOUT, {}),
@@ -302,8 +301,6 @@ def test_the_softmax_of_attention_is_float32_and_its_products_are_half(half, nam
     # As flax in float32: the same weights masked, the same dropped.
     out, expected = run([model, plain], X, **kwargs)
     np.testing.assert_allclose(out, expected, atol=TOLERANCE[half])
-
-
 
 
 def test_logits_beyond_halves_precision_are_told_apart():

@@ -304,8 +304,6 @@ def test_a_model_without_products_in_fp8_warns_and_is_in_bfloat16(reason):
     bitwise.assert_same(found, expected)
 
 
-
-
 def test_a_model_of_nnx_may_need_values_and_arguments_that_are_no_arrays():
     class Model(nnx.Module):
         def __init__(self):

@@ -79,12 +79,6 @@ def test_which_rule_a_module_has(case):
     assert computes == expected
 
 
-
-
-
-
-
-
 def test_the_enclosing_module_of_a_path_is_the_innermost():
     modules = {"": 0, "a": 1, "a/b/c": 2}
     assert enclosing_module("a/b/c/kernel", modules) == "a/b/c"
@@ -93,10 +87,6 @@ def test_the_enclosing_module_of_a_path_is_the_innermost():
     # Not itself: a parameter may have that name.
     assert enclosing_module("a", modules) == ""
     assert enclosing_module("b/kernel", {"a": 1}) is None
-
-
-
-
 
 
 def test_a_policy_of_which_no_pattern_is_a_path_warns():

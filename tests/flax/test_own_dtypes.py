@@ -21,7 +21,6 @@ from flax_inputs import (
     grad_dtypes,
     in_both_halves,
     output,
-    param_dtypes,
     products,
     run,
     trace,

@@ -290,8 +290,6 @@ def test_explain_says_for_each_module_what_it_does(name):
     assert output(model, tokens).dtype == jnp.float32
 
 
-
-
 @pytest.mark.one_of("place", "pattern")
 @pytest.mark.parametrize("place", ["", "loss/"])
 @pytest.mark.parametrize(
@@ -327,8 +325,6 @@ def test_one_map_serves_with_policy_autocast_and_casts(pattern, place):
     for call in (with_policy(deep, wrong).apply, jmp.autocast(deep.apply, wrong)):
         with pytest.raises(ValueError, match="'Mlp/body' matches no path"):
             call(variables, X)
-
-
 
 
 def test_an_error_in_a_model_changes_nothing():

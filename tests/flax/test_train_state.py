@@ -174,8 +174,6 @@ def test_the_average_is_that_of_a_float64_reference(flax):
     assert flax.create(adam()).ema is None
 
 
-
-
 @pytest.mark.parametrize(("flax", "streams"), [(Linen, ("rng",)), (Nnx, nnx.RngState)])
 def test_which_state_a_skipped_step_updates_is_chosen(flax, streams):
     state = flax.create(adam(), update_on_skip=streams)

@@ -14,7 +14,8 @@ def left(params: dict[str, list[Any]], *names: str, turn: int = 0) -> list[Any]:
     for row in itertools.product(*params.values()):
         marks = {"one_of": [pytest.mark.one_of(name).mark for name in names]}
         case: Any = types.SimpleNamespace(nodeid="test_f[case]", added=[])
-        case.callspec = types.SimpleNamespace(params=dict(zip(params, row, strict=True)))
+        given = dict(zip(params, row, strict=True))
+        case.callspec = types.SimpleNamespace(params=given)
         case.iter_markers, case.add_marker = marks.get, case.added.append
         cases.append(case)
     thinning.mark_all_but_one(cases, turn)

@@ -128,7 +128,6 @@ _CUTS: dict[str, tuple[Any, tuple[str, ...], Any, bool]] = {
     "one axis": ((8,), ("data",), P("data"), True),
     "one axis, unchecked": ((8,), ("data",), P("data"), False),
     "two axes": ((2, 4), ("data", "model"), P(("data", "model")), True),
-    "the second axis": ((2, 4), ("data", "model"), P("model"), True),
     "the first axis": ((2, 4), ("data", "model"), P("data"), True),
     "no axis": ((2, 4), ("data", "model"), P(), True),
 }
@@ -306,7 +305,6 @@ def _collectives(program, kind):
 @pytest.mark.parametrize(
     ("way", "policy", "moved"),
     [
-        ("cast", "float32", "f32"),
         ("cast", "mixed_float16", "f16"),
         ("autocast", "mixed_float16", "f16"),
     ],

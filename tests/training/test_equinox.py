@@ -100,11 +100,6 @@ def test_all_is_that_of_filter_value_and_grad_times_the_scale():
     assert grads.mlp.activation is None
 
 
-def test_argnums_are_refused_in_the_words_of_equinox():
-    with pytest.raises(ValueError, match="`argnums` should not be passed"):
-        scaled_grad(mlp_loss, argnums=1, **filtered)
-
-
 # Train steps.
 
 

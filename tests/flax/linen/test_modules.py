@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.core import freeze
-from flax_inputs import X, all_products, dtypes, explain, products, run
+from flax_inputs import X, all_products, dtypes, explain, products
 from linen_models import EACH_ITS_OWN, KEY, Block, Deep, Mlp, init, shapes
 
 from jmp_lite import PolicyMap, get_policy
@@ -205,17 +205,6 @@ def test_parameters_that_a_call_changes_or_makes():
     out, made = jax.eval_shape(lambda: model.apply({}, X, mutable=True, **options))
     assert out.dtype == jnp.float32
     assert sorted(made["params"]) == ["first", "last"]
-
-
-def test_dropout_drops_what_it_drops_without_a_policy():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Dropout(0.5, deterministic=False)(nn.Dense(32)(x))
-            return x == 0
-
-    dropped, expected = run([with_policy(Model(), "mixed_float16"), Model()], X)
-    np.testing.assert_array_equal(dropped, expected)
 
 
 def test_lazy_init_and_shapes():

@@ -40,17 +40,6 @@ def test_shared_modules_and_parameters():
     np.testing.assert_allclose(tied, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_other_methods_are_those_of_the_model():
-    class Model(Mlp):
-        def encode(self, x):
-            return self.first(x)
-
-    model = with_policy(Model(nnx.Rngs(0)), "mixed_float16")
-    assert jax.eval_shape(model.model.encode, X).dtype == jnp.float16
-    assert not hasattr(model, "encode")
-    assert model.model.first.dtype == jnp.float16
-
-
 # What a call changes.
 
 

@@ -316,8 +316,6 @@ def test_the_model_outlives_a_donated_state():
     assert bitwise.raw_bits(nnx.state(model)) == before
 
 
-
-
 def test_state_that_is_not_finite_is_named_at_step_0():
     for name, match in [
         ("kernel", r"initial parameters are not finite.*first/kernel"),
