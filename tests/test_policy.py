@@ -331,13 +331,6 @@ def of_autocast(policy: PolicyMap) -> Any:
     return _of_products(jaxprs.trace(autocast(scoped, policy), W, X))
 
 
-def of_scan(policy: PolicyMap) -> Any:
-    def looped(w, x):
-        return jax.lax.scan(lambda x, _: (scoped(w, x), None), x, length=2)[0]
-
-    return _of_products(jaxprs.trace(autocast(looped, policy), W, X))
-
-
 def of_dry_run(policy: PolicyMap) -> Any:
     rows = dry_run(scoped, policy)(W, X).rows
     products = [row for row in rows if row.primitive == "dot_general"]
@@ -356,7 +349,7 @@ def of_nnx(policy: PolicyMap) -> Any:
 
 
 ON_TREES = of_casts, of_explain, of_moments
-IN_PROGRAMS = of_autocast, of_scan, of_dry_run, of_linen, of_nnx
+IN_PROGRAMS = of_autocast, of_dry_run, of_linen, of_nnx
 
 
 @pytest.mark.one_of("pattern")

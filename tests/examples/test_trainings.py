@@ -19,7 +19,7 @@ from flax import nnx
 
 import jmp_lite
 from examples import digits, drift, find_the_overflow, multihost, resnet, transformer
-from examples.common import cli, data, memory, text
+from examples.common import cli, data, memory
 from jmp_lite.linen import with_policy
 from jmp_lite.numerics import DryRunReport
 
@@ -287,19 +287,3 @@ def test_digits_are_split_the_same_way_each_time_and_come_once_an_epoch():
     seen = [b.label for b in data.batches(few, batch_size=3, steps=6, seed=1)]
     for epoch in (seen[:3], seen[3:]):
         assert len(set(np.concatenate(epoch))) == 9
-
-
-def test_sources_hold_out_every_tenth_file_and_batches_are_windows_of_them(tmp_path):
-    with pytest.raises(FileNotFoundError, match="at least 10 .py files in .* got 0"):
-        text.load_sources(tmp_path)
-    for i in range(21):
-        (tmp_path / f"m{i:02}.py").write_bytes(bytes([i]))
-    (tmp_path / "notes.txt").write_bytes(b"no module")
-    train, validation = text.load_sources(tmp_path)
-    np.testing.assert_array_equal(validation, [0, 10, 20])
-    np.testing.assert_array_equal(train, [i for i in range(21) if i % 10])
-    options = {"batch_size": 256, "length": 5, "steps": 1, "seed": 0}
-    (batch,) = text.text_batches(np.arange(20, dtype=np.uint8), **options)
-    np.testing.assert_array_equal(batch - batch[:, :1], [range(5)] * 256)
-    # Every start is drawn, the last one too.
-    assert set(batch[:, 0]) == set(range(16))

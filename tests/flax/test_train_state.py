@@ -421,42 +421,6 @@ def test_an_optimiser_that_refuses_a_loss_is_not_given_one(wrap):
     assert list(map(int, steps(jnp.full(1, jnp.inf)))) == [0, 0]
 
 
-def _given(seen: list[Any]) -> Any:
-    """Return a transformation that takes a loss, or none, and notes it."""
-
-    def update(updates, state, params=None, *, value=None, **extra):
-        seen.append(value)
-        return updates, state
-
-    return optax.GradientTransformationExtraArgs(lambda params: (), update)
-
-
-@of_both
-@pytest.mark.parametrize("value", [None, 0.5])
-def test_beside_scale_aware_an_optimiser_is_given_the_loss_of_the_caller_alone(
-    flax, value
-):
-    seen: list[Any] = []
-    tx = optax.chain(_given(seen), adam(), _given(seen))
-    state = flax.create(tx)
-
-    @jax.jit
-    def step(state, factor):
-        other = jax.tree.map(
-            lambda x: x * factor if jnp.issubdtype(x.dtype, jnp.floating) else x,
-            flax.other_state(state),
-        )
-        return state.apply_gradients(grads=state.params, value=value, **other)
-
-    skipped = step(state, jnp.nan)
-    bitwise.assert_same(skipped.params, state.params)
-    of_tx = skipped.opt_state[1]
-    assert int(of_tx.skipped_steps) == 1 and not of_tx.last_finite
-    bitwise.assert_same(of_tx.loss_scale, SCALE)
-    assert step(state, 1.0).opt_state[1].last_finite
-    assert seen and all(x is value for x in seen)
-
-
 @pytest.mark.parametrize("wrap", ["plain", "scale_aware"])
 def test_an_optimiser_that_changes_the_structure_of_its_state_is_an_error(wrap):
     """Inside of `scale_aware` that is an error without a train state, too."""

@@ -18,7 +18,6 @@ from jmp_lite import (
     StaticLossScale,
     autocast,
     get_policy,
-    numerics,
     scale_aware,
     scaled_grad,
     scaled_value_and_grad,
@@ -225,14 +224,6 @@ def test_autocast_takes_a_model_with_functions_in_it():
     (value, grads), (expected_value, expected) = both(mlp(), X)
     assert float(value) == pytest.approx(float(expected_value), rel=0.02)
     chex.assert_trees_all_close(grads, times_scale(expected), rtol=0.1, atol=20.0)
-
-
-def test_advise_takes_a_model_with_functions_in_it():
-    advice = numerics.advise(mlp_loss, "mixed_float16")(mlp(), X)
-    fun, arrays = of_arrays(mlp_loss, mlp())
-    expected = numerics.advise(fun, "mixed_float16")(arrays, X)
-    assert advice.code() == expected.code()
-    assert "StaticLossScale" in advice.code()
 
 
 def test_autocast_of_a_model_with_strings_in_it_says_the_way():
