@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import bitwise
 import commands
 import jax
 import jax.numpy as jnp
@@ -166,9 +165,7 @@ def images() -> data.Digits:
     [
         # Two convolutions and a dense layer, whose input needs a gradient but at first.
         (digits_step, False, 3, 5),
-        (digits_step, True, 3, 5),
         # Eight products a layer and the head.
-        (transformer_step, False, 17, 34),
         (transformer_step, True, 17, 34),
         # Six convolutions and a dense layer.
         (resnet_step, False, 7, 13),
@@ -193,25 +190,6 @@ def test_the_transformer_sees_no_byte_before_its_turn(getkey):
     before, after = (np.array(nnx.jit(model)(t)) for t in (tokens, others))
     changed = (before != after).any(axis=(0, 2))
     np.testing.assert_array_equal(changed, np.arange(16) >= 10)
-
-
-def test_a_skipped_step_leaves_statistics_and_average_as_they_were():
-    step, start, batch = resnet_step("mixed_float16", widths=(2,))
-    step = jax.jit(step)
-    after, log = step(start, batch)
-    # The loss scale is too high at first: the gradients overflow. The forward pass, and
-    # with it the new statistics, are finite.
-    assert np.isfinite(log["loss"])
-    while not log["last_finite"]:
-        assert after.step == 0
-        for name in ("params", "batch_stats", "ema"):
-            kept, before = getattr(after, name), getattr(start, name)
-            assert bitwise.raw_bits(kept) == bitwise.raw_bits(before)
-        after, log = step(after, batch)
-    assert after.step == 1 and log["skipped_steps"] > 0
-    before, new = map(bitwise.raw_bits, (start.batch_stats, after.batch_stats))
-    assert all(new[path] != before[path] for path in before)
-    assert {dtype for dtype, _, _ in new.values()} == {"float32"}
 
 
 @pytest.mark.full
