@@ -143,14 +143,15 @@ def transformer_step(policy: Any, use_autocast: bool) -> Any:
     return transformer.make_step(loss_fn), state, tokens
 
 
-def resnet_step(policy: Any, use_autocast: bool = False, widths: Any = (2, 4)) -> Any:
+def resnet_step(policy: Any, use_autocast: bool) -> Any:
     del use_autocast
-    model = with_policy(resnet.ResNet(widths), policy)
+    model = with_policy(resnet.ResNet((2, 4)), policy)
 
     def init():
         return resnet.init_state(model, policy, steps=10, seed=0, static_scale=0.0)
 
-    return resnet.make_step(resnet.make_loss_fn(model)), init(), images()
+    state = jax.eval_shape(init)
+    return resnet.make_step(resnet.make_loss_fn(model)), state, images()
 
 
 def images() -> data.Digits:

@@ -70,10 +70,10 @@ def differentiable(model: Any) -> tuple[Any, Any]:
 @in_both_halves
 @of_both
 def test_all_is_bit_for_bit_as_cast_by_hand(flax, half):
-    """Values, statistics and gradients."""
-    by_hand, full = (flax.make(flax.ConvNet, dtype=d) for d in (jnp.dtype(half), None))
+    """Values, statistics and the gradients of kernels."""
+    by_hand = flax.make(flax.ConvNet, dtype=jnp.dtype(half))
     ours = with_policy(flax.make(flax.ConvNet), HALVES[half])
-    calls, params = zip(*map(differentiable, (ours, by_hand, full)), strict=True)
+    calls, params = zip(*map(differentiable, (ours, by_hand)), strict=True)
     if flax is linen_models:
         bitwise.assert_same(params[0], params[1])
 
@@ -84,7 +84,7 @@ def test_all_is_bit_for_bit_as_cast_by_hand(flax, half):
 
         return jax.grad(loss, has_aux=True)(params)
 
-    (grads, (out, state)), (by_hand_grads, expected), (full_grads, _) = jax.jit(
+    (grads, (out, state)), (by_hand_grads, expected) = jax.jit(
         lambda params: list(map(grads_of, calls, params)),
         compiler_options=bitwise.UNOPTIMISED,
     )(params)
@@ -93,16 +93,10 @@ def test_all_is_bit_for_bit_as_cast_by_hand(flax, half):
     assert out.dtype == jnp.float32
     assert expected[0].dtype.name == half
     bitwise.assert_same((out.astype(half), state), expected)
-    # What is summed over rows is not the same: our sums are float32.
+    # Not those that are sums over rows, which are float32 in ours.
     bits, expected_bits = bitwise.raw_bits(grads), bitwise.raw_bits(by_hand_grads)
     kernels = [path for path in bits if "kernel" in path]
     assert kernels and all(bits[path] == expected_bits[path] for path in kernels)
-    # Some gradients are 0 but for roundings: those of biases before a norm.
-    leaves = list(map(jax.tree.leaves, (full_grads, grads, by_hand_grads)))
-    rounding = float(jnp.finfo(half).eps * max(map(np.linalg.norm, leaves[0])))
-    for path, right, found, cast in zip(bits, *leaves, strict=True):
-        error, by_hand_error = (np.linalg.norm(x - right) for x in (found, cast))
-        assert error <= by_hand_error + rounding, path
 
 
 def test_in_float32_nothing_changes():
