@@ -116,15 +116,6 @@ def test_the_carry_of_a_cell_keeps_the_dtype_that_it_came_in():
         assert out.dtype == jnp.float16
 
 
-def test_a_simple_cell_of_nnx_is_float32_unless_its_author_sets_a_dtype():
-    """flax sets its `dtype` to float32 by default."""
-    plain = nnx.RNN(nnx.SimpleCell(4, 3, rngs=nnx.Rngs(0)))
-    model = with_policy(plain, "half")
-    with pytest.warns(UserWarning, match="0 of the 2 matrix products of RNN run in f"):
-        model(X)
-    assert model.explain()["cell"].why == "its own dtype=full"
-
-
 def test_boxed_parameters_stay_boxed():
     boxed = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
     model = with_policy(nn.Dense(3, kernel_init=boxed), "half")

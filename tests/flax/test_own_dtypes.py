@@ -208,13 +208,6 @@ def test_a_default_that_reaches_no_product_of_a_linen_model_warns(name, half):
     assert list(found) == [("float32", "float32")] * total  # as said
 
 
-def test_a_step_under_jit_warns_once():
-    model = with_policy(linen_models.Mlp(F32), "mixed_float16")
-    variables = init(model, X)
-    step = jax.jit(lambda v, x: model.apply(v, x).sum())
-    assert len(warned(lambda: [step(variables, X + i) for i in range(3)])) == 1
-
-
 def test_a_default_that_reaches_no_product_of_an_nnx_model_warns():
     model = jmp_nnx.with_policy(NnxTransformer(nnx.Rngs(0)), "mixed_bfloat16")
     with pytest.warns(UserWarning, match="matrix products of") as caught:

@@ -153,12 +153,6 @@ def test_the_extras_are_those_of_the_project():
         assert modules(extra) == set(libraries)
 
 
-def test_each_extra_for_users_is_named_on_a_page():
-    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
-    named = {extra for extra in EXTRAS if f".[{extra}]" in pages}
-    assert EXTRAS.keys() - named == {"dev", "docs"}
-
-
 def unguarded(source: str) -> list[str]:
     """Name what a source imports from optional libraries outside of `needed`."""
     names: list[str] = []
