@@ -136,6 +136,8 @@ def test_a_skipped_step_leaves_every_bit_but_those_of_the_loss_scale(flax, name)
     state = flax.apply(STATES[name](flax), *FINITE)
     expected = flax.apply(state, *FINITE)
     for cause, args in NOT_FINITE.items():
+        if args[1] is None and name != "scale_aware, average":
+            continue  # without a loss it is another program: once is enough
         skipped = flax.apply(state, *args)
         assert bits_without_scale(skipped) == bits_without_scale(state), cause
         assert bitwise.avals(skipped) == bitwise.avals(state)

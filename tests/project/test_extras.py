@@ -70,7 +70,7 @@ _COMPILED = ["import benchmarks.programs", "import benchmarks.memory"]
 _IMPORTS = {
     "flax orbax": {
         **asks(_PUBLIC, "flax", "flax"),
-        **asks(_TRAININGS, "flax", "examples"),
+        **asks(_TRAININGS, "orbax", "examples"),  # which they import first
         **asks(["from jmp_lite import checkpoint"], "orbax", "checkpoint"),
     },
     "mlxtend orbax": dict.fromkeys(_COMPILED),
