@@ -184,6 +184,8 @@ def test_another_policy_replaces_that_of_a_model(first, second):
     before = nnx.graphdef(given)
     again, expected = with_policy(given, second), with_policy(wide(), second)
     assert again.explain() == expected.explain()
+    activations = (m.model.cell.activation_fn for m in (again, expected))
+    assert len(set(activations)) == 1  # the first policy leaves nothing on a layer
     x = np.ones((256, 256), np.float32)
     assert str(jax.make_jaxpr(again)(x)) == str(jax.make_jaxpr(expected)(x))
     assert nnx.graphdef(given) == before
