@@ -14,7 +14,6 @@ from dtype_cases import FakeDevice
 from jmp_lite import get_policy, loss_scale_for
 from jmp_lite._src import doctor
 from jmp_lite._src.doctor import Rate
-from jmp_lite.ops import fp8_dot_general
 
 GRADIENT = "float8_e5m2 x float8_e4m3fn"
 DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", GRADIENT]
@@ -45,7 +44,6 @@ DIAGNOSIS = doctor.Diagnosis(
     ("device", "ratios", "policy", "why"),
     [
         (CPU, {"bfloat16": 0.4, "float16": 0.1}, "float32", "bfloat16 is slower than"),
-        (CPU, {}, "float32", "bfloat16 is slower than"),
         (CPU, {}, "float32", 'get_policy("mixed_bfloat16") gives the same results'),
         (GTX_1080, {}, "float32", 'get_policy("mixed_float16") gives the same results'),
         (CPU, {"bfloat16": 3.5}, "mixed_bfloat16", "at 3.50 × the rate of float32"),
@@ -53,7 +51,6 @@ DIAGNOSIS = doctor.Diagnosis(
         (V100, {"bfloat16": 0.5, "float16": 5.0}, "mixed_float16", "at 5.00 × the"),
         (V100, {}, "mixed_float16", "V100 has no fast bfloat16"),
         (A100, {"bfloat16": 2.0}, "mixed_bfloat16", "has the range of float32"),
-        (A100, {"float16": 2.0}, "mixed_bfloat16", "has the range of float32"),
         (A100, {"bfloat16": 0.8}, "mixed_bfloat16", "less than this device can do"),
         (TPU, {"bfloat16": 1.0, "float16": 1.0}, "mixed_bfloat16", "has the range of"),
     ],
@@ -98,7 +95,6 @@ def test_without_native_fp8_one_sentence_says_so(device, why):
         (H100, 2.0, 1.6, "1.71"),
         (TPU7, 2.0, 1.6, "1.71"),
         (H100, 1.8, 1.0, "1.17"),
-        (H100, 0.5, 0.5, "0.50"),
     ],
 )
 def test_native_fp8_is_to_try_if_clearly_faster(device, forward, gradient, ratio):
@@ -112,12 +108,12 @@ def test_native_fp8_is_to_try_if_clearly_faster(device, forward, gradient, ratio
     assert expected in advice
 
 
-@pytest.mark.parametrize("missing", ["bfloat16", "forward", "gradient"])
-def test_native_fp8_without_a_measurement_is_not_recommended(missing):
+def test_native_fp8_without_a_measurement_is_not_recommended():
     speeds = {"bfloat16": 1.0, "forward": 2.0, "gradient": 2.0}
-    del speeds[missing]
-    (found,) = fp8_findings(H100, **speeds)
-    assert found.endswith("Their rate relative to bfloat16 was not measured here.")
+    for missing in speeds:
+        left = {name: x for name, x in speeds.items() if name != missing}
+        (found,) = fp8_findings(H100, **left)
+        assert found.endswith("Their rate relative to bfloat16 was not measured here.")
 
 
 def test_a_driver_that_jax_does_not_use_is_noticed(tmp_path: Path):
@@ -248,31 +244,6 @@ def test_what_does_not_compile_says_why(monkeypatch):
     assert errors == {GRADIENT: "no fp8 on this device"}
     products = [str(run().dtype) for run in runs.values()]
     assert products == [*DTYPES[:3], "bfloat16"]  # of fp8
-
-
-def test_the_timed_fp8_products_are_those_of_fp8_dot_general(monkeypatch):
-    found = set()
-    dot_general = jax.lax.dot_general
-
-    def noted(a, b, dimension_numbers, precision=None, preferred_element_type=None):
-        if a.dtype.itemsize == 1:
-            out = np.dtype(preferred_element_type).name
-            found.add((a.dtype.name, b.dtype.name, precision, out))
-        return dot_general(a, b, dimension_numbers, precision, preferred_element_type)
-
-    def loss(a, b):
-        return fp8_dot_general(a, b, (((1,), (0,)), ((), ()))).sum()
-
-    monkeypatch.setattr(jax.lax, "dot_general", noted)
-    # A shape of its own, so that no trace is in a cache.
-    a, b = jnp.ones((16, 48), jnp.bfloat16), jnp.ones((48, 80), jnp.bfloat16)
-    jax.jit(jax.grad(loss, argnums=(0, 1))).lower(a, b)
-    expected = found.copy()
-    of_a = {"float8_e4m3fn", "float8_e5m2"}
-    assert {products[:2] for products in expected} == {(x, DTYPES[3]) for x in of_a}
-    found.clear()
-    runs, errors = doctor._compile_products(16)
-    assert found == expected and list(runs) == DTYPES and not errors
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])

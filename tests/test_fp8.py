@@ -49,8 +49,10 @@ A, B, G = normal(16, 32), normal(32, 8, seed=1), normal(16, 8, seed=2)
 
 
 @pytest.mark.parametrize("one_sign", [False, True])
-@pytest.mark.parametrize("of_b", DTYPES)
-@pytest.mark.parametrize("of_a", DTYPES)
+@pytest.mark.parametrize(
+    ("of_a", "of_b"),
+    [("f32", "f32"), ("bf16", "bf16"), ("f16", "f16"), ("bf16", "f32")],
+)
 def test_product_and_gradients_are_right_to_the_digits_of_fp8(of_a, of_b, one_sign):
     a, b, g = normal(64, 128), normal(128, 32, seed=1), normal(64, 32, seed=2)
     if one_sign:
@@ -72,17 +74,6 @@ def rounded(x: Any, dtype: Any) -> Any:
     x8, scale = map(np.asarray, quantize(x[None], dtype))
     assert x8.dtype == dtype and (np.frexp(scale)[0] == 0.5).all()  # a power of two
     return (x8.astype(np.float64) * scale)[0]
-
-
-@pytest.mark.parametrize(("dtype", "digits"), [(fp8.FORWARD, 3), (fp8.GRADIENT, 2)])
-def test_a_tensor_is_rounded_to_a_number_near_each_element(dtype, digits):
-    x = normal(100, 100)
-    found, x = rounded(x, dtype), np.float64(x)
-    smallest = float(jnp.finfo(dtype).smallest_subnormal)
-    step = 2 * np.abs(x).max() / float(jnp.finfo(dtype).max) * smallest
-    # XLA's older code for a CPU rounds to float16 first.
-    bound = np.maximum(np.abs(x) * 2.0 ** -(digits + 1), step / 2) * 1.002
-    assert (np.abs(found - x) <= bound).all()
 
 
 def test_the_result_is_that_of_the_rounded_operands():
@@ -170,11 +161,7 @@ def test_sizes_of_zero_give_zeros(shape):
     assert not out.any()
 
 
-def test_zeros_give_zeros():
-    assert not any(x.any() for x in with_gradients(0 * A, np.ones_like(B), 0 * G))
-
-
-@pytest.mark.parametrize("exponent", [-130, -126, -110, -100, -90, 120])
+@pytest.mark.parametrize("exponent", [-130, -126, -100, 120])
 def test_the_smallest_and_largest_magnitudes(exponent):
     # The CPU takes float32 numbers below 2**-126 for zero.
     x = np.float32(2.0) ** exponent
@@ -182,15 +169,6 @@ def test_the_smallest_and_largest_magnitudes(exponent):
     expected = 16 * float(x) if exponent >= -100 else 0.0
     assert np.isfinite(out).all()
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=2.0**-100)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "exponent"), [(fp8.FORWARD, -18), (fp8.GRADIENT, -32)]
-)
-def test_what_is_much_smaller_than_the_largest_becomes_zero(dtype, exponent):
-    x = np.exp2(np.asarray([[0.0, exponent - 0.1, exponent + 0.1]], np.float32))
-    (found,) = rounded(x, dtype)
-    assert found[0] == pytest.approx(1.0) and found[1] == 0.0 < found[2]
 
 
 # Sums of gradients, in which bfloat16 would end at 256 and float16 at 2048.
@@ -206,13 +184,6 @@ def over_examples(w, rows):
     return jnp.sum(jax.vmap(lambda x: matmul(x, w))(rows.reshape(4, -1, 16)))
 
 
-def over_steps(w, rows):
-    def step(total, x):
-        return total + plain(w, x), None
-
-    return jax.lax.scan(step, jnp.float32(0), rows.reshape(4, -1, 16))[0]
-
-
 def over_devices(w, rows):
     return jax.shard_map(
         lambda w, x: jax.lax.psum(plain(w, x), "x"),
@@ -224,7 +195,7 @@ def over_devices(w, rows):
 
 @pytest.mark.one_of("dtype")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("fun", [plain, over_examples, over_steps, over_devices])
+@pytest.mark.parametrize("fun", [plain, over_examples, over_devices])
 def test_sums_of_one_sign_are_those_of_float32(fun, dtype):
     rows, w = np.ones((ROWS, 16), dtype), np.ones((16, 4), np.float32)
     grad, of_rows = jax.jit(jax.grad(fun, (0, 1)))(w, rows)
@@ -234,7 +205,7 @@ def test_sums_of_one_sign_are_those_of_float32(fun, dtype):
     np.testing.assert_allclose(np.float32(of_rows), 4.0, rtol=1e-2)
 
 
-@pytest.mark.parametrize("largest", [0.0, 1.0, 1.75, 1.7500001, 2.0, 3.4e38])
+@pytest.mark.parametrize("largest", [0.0, 1.75, 1.7500001, 3.4e38])
 @pytest.mark.parametrize("dtype", [fp8.FORWARD, fp8.GRADIENT])
 def test_a_scale_is_the_least_power_of_two_that_clips_nothing(dtype, largest):
     _, scale = quantize(np.full((1, 1, 1), largest, np.float32), dtype)
@@ -269,21 +240,6 @@ def test_each_example_of_vmap_has_its_own_scale(is_lhs):
     assert error(dw, sum(exact(x[i].T, g[i]) for i in range(3))) < 0.061
 
 
-def test_examples_of_two_calls_of_vmap_have_their_own_scales():
-    x, g = scaled_examples()
-    ws = B * np.asarray([1e-6, 1e6], np.float32)[:, None, None]
-    each_x = jax.vmap(matmul, (0, None))
-    found, dx, dws = with_gradients(
-        x, ws, np.stack([g, g]), lambda x, ws: jax.vmap(each_x, (None, 0))(x, ws)
-    )
-    for j, w in enumerate(ws):
-        for i in range(3):
-            bitwise.assert_same(found[j, i], with_gradients(x[i], w, g[i])[0])
-        assert error(dws[j], sum(exact(x[i].T, g[i]) for i in range(3))) < 0.061
-    for i in range(3):
-        assert error(dx[i], exact(g[i], ws[0].T) + exact(g[i], ws[1].T)) < 0.08
-
-
 def test_examples_of_vmap_are_rows_of_one_matrix():
     def mapped(a, b):
         vector = (((0,), (0,)), ((), ()))
@@ -303,7 +259,7 @@ def derivatives_of_one(a, b):
     return *grads, jax.jvp(matmul, (a, b.T), (a, b.T))[1]
 
 
-@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0), (1, 2)])
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (1, 2)])
 def test_gradients_of_each_example_are_those_of_the_example(in_axes):
     shapes = {None: (4, 8), 0: (3, 4, 8), 1: (4, 3, 8), 2: (4, 8, 3)}
     a, b = normal(*shapes[in_axes[0]]), normal(*shapes[in_axes[1]], seed=1)
@@ -322,12 +278,13 @@ def test_gradients_of_each_example_are_those_of_the_example(in_axes):
         assert error(found[2][i], 2 * exact(one[0], one[1].T)) < 0.1
 
 
-@pytest.mark.one_of("policy")
-@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable", None])
-def test_remat_gives_the_same_bits(policy):
-    policy = policy and getattr(jax.checkpoint_policies, policy)
+def test_remat_and_the_matmul_precision_change_no_bit():
+    expected = with_gradients(A, B, G)
+    policy = jax.checkpoint_policies.nothing_saveable
     again = jax.checkpoint(matmul, policy=policy)
-    bitwise.assert_same(with_gradients(A, B, G, again), with_gradients(A, B, G))
+    bitwise.assert_same(with_gradients(A, B, G, again), expected)
+    with jax.default_matmul_precision("tensorfloat32"):
+        bitwise.assert_same(with_gradients(A, B, G), expected)
 
 
 @pytest.mark.one_of("of_a", "of_b")
@@ -416,14 +373,6 @@ def test_autocast_leaves_it_as_it_is_and_numerics_names_it(half):
     x[0, 0] = np.inf
     found = str(jmp_lite.numerics.first_nonfinite(loss)(params, x))
     assert "fp8_product" in found and "in fp8" in found
-
-
-@pytest.mark.one_of("precision")
-@pytest.mark.parametrize("precision", ["tensorfloat32", "highest", "BF16_BF16_F32"])
-def test_the_matmul_precision_around_it_changes_nothing(precision):
-    with jax.default_matmul_precision(precision):
-        found = with_gradients(A, B, G)
-    bitwise.assert_same(found, with_gradients(A, B, G))
 
 
 def test_einsum_and_layers_of_flax_take_it():

@@ -161,13 +161,10 @@ TOO_LOW = restored(0.25, DynamicLossScale(8.0, min_loss_scale=1.0))
 # the scales after each.
 MOVES: dict[str, tuple[DynamicLossScale, str, list[float]]] = {
     "bad steps count since a change": (TF1, "1011000", [10, 10, 10, 10, 9, 9, 8]),
-    "a bad step ends the good ones": (TF1, "110111", [10, 10, 10, 10, 10, 11]),
     "growth forgets a bad step": (TF1, "011100", [10, 10, 10, 11, 11, 10]),
     "used up, each bad step lowers": (MEGATRON, "000110", [10, 9, 8, 8, 8, 7]),
-    "growth refills": (MEGATRON, "00111010", [10, 9, 9, 9, 10, 10, 10, 9]),
     "a finite step forgives a bad one": (DEEPSPEED, "0101010101", [10] * 10),
     "the second bad step in a row lowers": (DEEPSPEED, "000100", [10, 9, 8, 8, 8, 7]),
-    "growth stops at the ceiling": (BOUNDED, "111", [4, math.log2(20), math.log2(20)]),
     "growth never lowers a scale": (TOO_HIGH, "1", [6]),
     "backoff never raises a scale": (TOO_LOW, "00", [-2, -2]),
     "a counter beyond the period grows at once": (LATE, "1111", [4, 4, 4, 5]),

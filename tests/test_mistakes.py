@@ -4,6 +4,8 @@ Each row is a call and words that its error has, in this order: what was got, wh
 expected, what to do.
 """
 
+import dataclasses
+import math
 import re
 import runpy
 from collections.abc import Callable
@@ -15,6 +17,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import jmp as of_others
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -59,6 +62,11 @@ KEYS = jax.random.split(KEY)
 NAN, F8 = {"w": jnp.full(2, jnp.nan)}, P["w"].astype(jnp.float8_e4m3fn)
 SHAPE = jax.ShapeDtypeStruct(X.shape, X.dtype)
 MANY, ZERO = ({"scale": x, "fin_steps": x} for x in (X, 0.0))
+MOMENTUM = jmp.scale_aware(optax.sgd(0.1, momentum=0.9))
+LOW_SGD = jmp.low_precision_state(optax.sgd(0.1, momentum=0.9), min_size=1)
+NNX_STATE = nnx_.TrainState.create(LINEAR, TX)
+RULES_F16 = jmp.ops.OpRules.default(F16)
+SHAPES = jax.eval_shape(lambda: H)
 OF_INF, NO_OP = {"loss_scale": jnp.inf, "counter": 1}, jmp.NoOpLossScale()
 
 
@@ -78,6 +86,14 @@ def used(loss_scale: Any) -> Any:
     return jmp.scale_aware(SGD, jmp.StaticLossScale(loss_scale))
 
 
+def of_axis(axis_name: Any) -> Any:
+    return jmp.scale_aware(SGD, axis_name=axis_name)
+
+
+def skips_of(**options: Any) -> Any:
+    return jmp.check_skipped_steps(S, **options)
+
+
 def dynamic(*args: Any, **settings: Any) -> Any:
     return jmp.DynamicLossScale(*args, **settings)
 
@@ -88,6 +104,10 @@ def fp8_product(a: Any, b: Any = P["w"], **options: Any) -> Any:
 
 def linen_state(params: Any, **options: Any) -> Any:
     return linen.TrainState.create(apply_fn=None, params=params, **options)
+
+
+def linen_init(*policies: Any) -> Any:
+    return linen.with_policy(DENSE, *policies).init(KEY, X)
 
 
 def with_stats(new: Any, old: Any = NORM) -> Any:
@@ -128,26 +148,19 @@ Row = tuple[Any, ...]
 _CALL = "write of_step(step)(*args), not of_step(step, *args)."
 
 POLICIES: list[Row] = [
-    (lambda: jmp.Policy("float32", "float16"), "missing 1", "'output_dtype'"),
     (lambda: jmp.Policy("float32", "int8", "float32"), "'int8'", "one of half, bf16"),
     (lambda: jmp.Policy("float32", None, "float32"), "dtype or its name", "got None"),
     (lambda: jmp.Policy("f32", "float8_e5m2", "f32"), "Cannot cast to", "mixed_fp8"),
     (lambda: jmp.Policy("f32", "f16", "f32", "int8"), "None", "'fp8'), got 'int8'"),
     (lambda: jmp.Policy("f32", "f16", "f32", "fp8"), "bfloat16, got f16", "mixed_fp8"),
     (lambda: jmp.Policy("f32", "f16", "f32", reduce_dtype="f16"), "or float32, got"),
-    (lambda: jmp.Policy(compute="float16"), "unexpected keyword argument 'compute'"),
     (lambda: jmp.get_policy("float17"), "'float17'", "mixed_float16"),
     (lambda: jmp.get_policy("p=f32;c=f16"), "'f32;c=f16'", "one of half, bf16"),
     (lambda: jmp.get_policy("compute:float16"), "'compute:float16'", "compute=float16"),
     (lambda: jmp.get_policy("c=f16,c=bf16"), "Cannot read 'c=bf16'", "at most once"),
     (lambda: jmp.get_policy("computation=f16"), "'computation=f16'", "compute="),
     (lambda: jmp.get_policy(None), "its string, got None", "No casts: 'float32'."),
-    (lambda: jmp.get_policy({"c": "f16"}), "Policy or its string, got {'c': 'f16'}"),
-    (lambda: jmp.get_policy("c=f16,o="), "Unknown dtype ''", "one of half, bf16"),
-    (lambda: jmp.get_policy("c=f16,m=int8"), "'fp8'), got 'int8'"),
-    (lambda: jmp.get_policy("c=f16,r=f16"), "or float32, got f16"),
     (lambda: jmp.get_policy(""), "''", "mixed_float16"),
-    (lambda: MIXED.compute, "no attribute 'compute'"),
     (lambda: MIXED.with_output_dtype("f99"), "Unknown dtype 'f99'"),
     (lambda: MIXED.check_device("gpu"), "got 'gpu'", "write jax.devices('gpu')[0]"),
     (lambda: jmp.PolicyMap({".*": "f32"}, "full"), "a mapping of", "got 'full'"),
@@ -161,40 +174,21 @@ POLICIES: list[Row] = [
 
 TREES: list[Row] = [
     (lambda: jmp.trees.cast_floating(F16, P), "dtype or its name", "got {'w'"),
-    (lambda: jmp.trees.cast_floating(P, jnp.int8), "a floating dtype", "got 'int8'"),
-    (
-        lambda: jmp.trees.cast_floating(P, "floaty"),
-        "Unknown dtype 'floaty'",
-        "one of half",
-    ),
-    (lambda: jmp.trees.cast_floating(P), "missing 1", "'dtype'"),
-    (lambda: jmp.cast_to_half(P, F16), "takes 1 positional argument but 2"),
-    (
-        lambda: jmp.trees.cast_like(P, {"w": P["w"]}),
-        "different structure: 'b' is in the first only",
-    ),
+    (lambda: jmp.trees.cast_like(P, {"w": X}), "structure: 'b' is in the first only"),
     (lambda: jmp.trees.cast_like(P, F16), "cast_like got trees of different structure"),
-    (lambda: jmp.all_finite(P, axis_name="i"), "unexpected", "'axis_name'"),
     (lambda: jmp.select_tree(1, P, P), "boolean scalar, got int32 of shape ()"),
     (lambda: jmp.select_tree(jnp.ones(2, bool), P, P), "got bool of shape (2,)"),
     (lambda: jmp.select_tree(P, True, P), "got a dict", "select_tree(pred, a, b)"),
-    (lambda: jmp.select_tree(None, P, P), "got a NoneType", "select_tree(pred, a, b)"),
     (lambda: jmp.select_tree(True, P, {"w": X}), "different structure: 'b'"),
     (lambda: jmp.select_tree(True, P, H), "float32[2] and float16[2] at 'b'", "same"),
     (lambda: jmp.select_tree(True, P["w"], P["b"]), "float32[4, 2] and float32[2]"),
     (lambda: jmp.select_tree(True, ["a"], ["b"]), "'a' and 'b' at '0'", "not arr"),
-    (lambda: jmp.select_tree(True, [1.0], ["b"]), "1.0 and 'b' at '0'", "not arr"),
     (lambda: jmp.recommended_half_dtype("gpu"), "a jax.Device, got 'gpu'", "jax.dev"),
-    (
-        lambda: jmp.trees.cast_floating(P, "float8_e5m2"),
-        "Cannot cast to",
-        "fp8_dot_general",
-    ),
+    (lambda: jmp.trees.cast_floating(P, F8.dtype), "Cannot cast to", "fp8_dot_gener"),
 ]
 
 LOSS_SCALES: list[Row] = [
     (lambda: dynamic("1024"), "loss_scale to be a number", "got '1024'"),
-    (lambda: dynamic(None), "loss_scale to be a number", "got None"),
     (lambda: jmp.scale_aware(SGD, dynamic(X[0])), "Expected one number", "got Array"),
     (lambda: dynamic(period="2000"), "period to be a number", "got '2000'"),
     (lambda: jax.jit(lambda n: dynamic(period=n))(3), "period", "known at trace time"),
@@ -204,40 +198,25 @@ LOSS_SCALES: list[Row] = [
     (lambda: dynamic(min_loss_scale=4.0, max_loss_scale=2.0), "got 4.0 and 2.0"),
     (lambda: dynamic().adjust(X > 0), "shape (3, 4)", "all_finite(grads) makes one"),
     (lambda: dynamic().adjust(P), "got a dict", "all_finite(grads) makes one"),
-    (lambda: dynamic().adjust(), "missing 1", "'grads_finite'"),
-    (lambda: jmp.DynamicLossScale.scale(P), "missing 1", "'tree'"),
-    (lambda: jmp.StaticLossScale(), "missing 1", "'loss_scale'"),
     (lambda: used(2.0**-130), "positive, finite", "2**-126 to 2**126"),
-    (lambda: used("dynamic"), "loss_scale to be a number", "got 'dynamic'"),
-    (lambda: jmp.loss_scale_for(8.0), "Expected a Policy or its string, got 8.0"),
     (lambda: jmp.loss_scale_for("dynamic"), "'dynamic'", "mixed_float16"),
     (lambda: jmp.get_loss_scale(P), "dict with the leaves ['b', 'w']", "scale_aware("),
-    (lambda: jmp.get_loss_scale(SGD.init(P)), "Found no loss scale", "scale_aware("),
     (lambda: jmp.get_loss_scale(TX), "no loss scale", "scale_aware(...).init(params)"),
     (lambda: jmp.get_loss_scale((S, S)), "around optax.partition", "pass its part"),
     (lambda: jmp.loss_scale_metrics(P), "no ScaleAwareState", "dict", "scale_aware("),
     (lambda: jmp.check_skipped_steps(TX), "no ScaleAwareState", "scale_aware("),
-    (
-        lambda: jmp.check_skipped_steps(S, max_consecutive_skips=0),
-        "at least 1",
-        "got 0",
-    ),
+    (lambda: skips_of(max_consecutive_skips=0), "at least 1", "got 0"),
     (lambda: jax.jit(jmp.check_skipped_steps)(S), "on the host", "outside of jax.jit"),
 ]
 
 GRADIENTS: list[Row] = [
-    (lambda: jmp.scaled_value_and_grad(loss), "missing 1", "'loss_scale'"),
-    (lambda: jmp.scaled_value_and_grad(loss, S), "takes 1 positional argument but 2"),
     (lambda: grads(loss(P, X)), "a function to differentiate, got Array(16."),
     (lambda: grads(loss_scale=None), "Found no loss scale", "is NoOpLossScale()."),
     (lambda: grads(loss_scale=jmp.DynamicLossScale), "Make one first: DynamicLossSca"),
-    (lambda: grads(loss_scale=TX), "Found no loss scale", "scale_aware(...).init("),
     (lambda: grads(loss_scale=stacked(S)), "shape (), got (2,)", "inside of jax.pmap"),
-    (lambda: grads(loss_scale=SGD.init(P)), "Found no loss scale", "scale_aware("),
     (lambda: grads(has_aux=True)(P, X), "has_aux=True to return a pair (loss, aux)"),
     (lambda: grads(lambda p, x: x @ p["w"])(P, X), "scalar", "(3, 2)"),
     (lambda: grads(lambda p, x: jnp.int32(1))(P, X), "real-valued", "got int32"),
-    (lambda: grads(lambda p, x: None)(P, X), "scalar", "None"),
     (lambda: grads(argnums=5)(P, X), "argnums=5", "only 2 positional"),
     (lambda: grads(value_and_grad=True), "such as jax.value_and_grad, got True"),
     (lambda: grads(value_and_grad=jax.grad), "got <function grad", "scaled_grad"),
@@ -249,7 +228,6 @@ GRADIENTS: list[Row] = [
 ]
 
 OPTIMISERS: list[Row] = [
-    (lambda: jmp.scale_aware(), "missing 1", "'inner'"),
     (lambda: jmp.scale_aware(optax.sgd), "optax transformation", "Call it: sgd(...)"),
     (lambda: jmp.scale_aware(1e-3), "an optax transformation, got 0.001"),
     (lambda: jmp.scale_aware(nn.Dense(2)), "an optax transformation, got Dense("),
@@ -260,26 +238,21 @@ OPTIMISERS: list[Row] = [
     (lambda: TX.update((1.0, P), S, P), "Of what value_and_grad", "pass the second"),
     (lambda: jmp.scale_aware(SGD, jmp.DynamicLossScale), "Scale, got <class", "Make"),
     (lambda: jmp.scale_aware(SGD, S), "DynamicLossScale, got ScaleAwareState("),
-    (lambda: jmp.scale_aware(SGD, axis="i"), "unexpected keyword argument 'axis'"),
     (lambda: TX.update(P, SGD.init(P), P), "got tuple", "_replace(inner_state=state)"),
     (lambda: TX.update(P, P, S), "state of scale_aware(...).init(params), got dict"),
     (lambda: TX.update(P, None, P), "state of scale_aware(", "got NoneType"),
     (lambda: TX.update(P["w"], S, P), "a leaf in the gradients, a dict in the param"),
     (lambda: TX.update({"w": X}, S, P), "same structure", "'b' is in the parameters"),
-    (lambda: TX.update((1.0, P), S, P), "a tuple in the gradients", "a dict in the"),
     (lambda: TX.update(P, S, {"w": X}), "'b' is in the gradients only"),
     (lambda: TX.update(P, S, P, value=(1.0, P)), "a number, got (1.0", "(loss, aux)"),
     (lambda: TX.update(P, S, P, value="1"), "the unscaled loss, a number, got '1'"),
-    (lambda: TX.update(P, S, P, 1.0), "positional arguments"),
-    (lambda: jmp.scale_aware(SGD, axis_name="i").update(P, S, P), "ValueError", "'i'"),
+    (lambda: of_axis("i").update(P, S, P), "ValueError", "'i'"),
     (lambda: MASTERS.update(H, MASTERS.init(H)), "Expected parameters", "update(grads"),
     (lambda: MASTERS.update(H, S, H), "state of master_weights(", "ScaleAwareState"),
     (lambda: MASTERS.update({"w": X}, MASTERS.init(H), H), "'b' is in the parameters"),
     (lambda: jmp.master_weights(optax.sgd), "transformation", "Call it: sgd(...)"),
     (lambda: jmp.master_weights(SGD, storage="f32"), "'remainder'), got 'f32'"),
-    (lambda: jmp.master_weights(SGD, "remainder"), "takes 1 positional argument"),
     (lambda: REMAINDERS.init(H), "a float16 parameter at 'b'", 'storage="float32"'),
-    (lambda: jmp.stochastic_rounding(SGD), "missing 1", "'key'"),
     (lambda: jmp.stochastic_rounding(SGD, 0), "PRNG key", "random.key(0), got 0"),
     (lambda: jmp.stochastic_rounding(KEY, SGD), "transformation, got Array((), dtype="),
     (lambda: jmp.stochastic_rounding(SGD, KEYS), "one PRNG key", "got Array((2,)"),
@@ -287,7 +260,6 @@ OPTIMISERS: list[Row] = [
     (lambda: ROUNDING.update(H, (), H), "state of stochastic_rounding", "tuple"),
     (lambda: jmp.low_precision_state(optax.adam), "transformation", "Call it: adam("),
     (lambda: jmp.low_precision_state(ADAM, "float16"), "'8bit'", "got 'float16'"),
-    (lambda: jmp.low_precision_state(ADAM, 8), "'8bit'", "got 8"),
     (lambda: jmp.low_precision_state(ADAM, {"mu": "8bit"}), "got {'mu': '8bit'}"),
     (lambda: jmp.low_precision_state(ADAM, rules={"(": "8bit"}), "regular", "'('"),
     (lambda: jmp.low_precision_state(ADAM, rules={"w": "int4"}), "got 'int4'"),
@@ -297,7 +269,6 @@ OPTIMISERS: list[Row] = [
 ]
 
 AUTOCAST: list[Row] = [
-    (lambda: jmp.autocast(loss, MIXED)(P), "missing 1", "'x'"),
     (lambda: jmp.autocast(loss, MIXED)(P | {"a": "a"}, X), "got 'a'", "functools.part"),
     (lambda: jmp.autocast(loss, MIXED, enabled=True), "unexpected", "'enabled'", "it"),
     (lambda: jmp.autocast(loss, dtype=F16), "'dtype'", "it has fun, policy, rules"),
@@ -308,20 +279,12 @@ AUTOCAST: list[Row] = [
     (lambda: jmp.autocast(loss, MIXED, rules={"matmul": "half"}), "mean 'mul'"),
     (lambda: jmp.autocast(loss, MIXED, rules={"add": "half"}), "product", "'promote'"),
     (lambda: jmp.autocast(loss, MIXED, rules={"tanh": "f16"}), "'half'", "got 'f16'"),
-    (lambda: jmp.ops.OpRules("half"), "such as {'tanh': 'float32'}, got 'half'"),
     (lambda: jmp.ops.OpRules({"softmax": "float32"}), "['softmax']", "'dot_general'"),
-    (
-        lambda: jmp.ops.OpRules.default(F16).replace(tan="f32"),
-        "class of 'tan'",
-        "got 'f32'",
-    ),
+    (lambda: RULES_F16.replace(tan="f32"), "class of 'tan'", "got 'f32'"),
     (lambda: jmp.full_precision("loss"), "expects a function, got 'loss'"),
     (lambda: jmp.sums_in_float32(P), "sums_in_float32 expects a function, got {'w'"),
     (lambda: jmp.sums_in_float32(loss, reduce_dtype="f16"), "or float32, got f16"),
     (lambda: jmp.sums_in_float32(loss, MIXED), "floating dtype", "got get_policy("),
-    (lambda: jmp.explain(loss, "mixed_float17"), "'mixed_float17'", "mixed_float16"),
-    (lambda: jmp.explain(loss, MIXED)(P), "missing 1", "'x'"),
-    (lambda: jmp.ops.fp8_dot_general(X, P["w"]), "missing 1", "'dimension_numbers'"),
     (lambda: fp8_product(X, b=X), "contracting", "(4,) and (3,)"),
     (lambda: fp8_product(X.astype(int)), "TypeError", "or float16, got lhs of int32"),
     (lambda: fp8_product(X, b=F8), "TypeError", "of float8", "before it is rounded"),
@@ -341,9 +304,6 @@ MEMORY: list[Row] = [
 
 NUMERICS: list[Row] = [
     (lambda: num.lint(loss, MIXED, target="cuda"), "('gpu', 'tpu'), got 'cuda'"),
-    (lambda: num.lint(loss, MIXED)(P), "missing 1", "'x'"),
-    (lambda: num.dry_run(loss, "float")(P, X), "'float'", "mixed_float16"),
-    (lambda: num.dry_run(loss, MIXED)(P), "missing 1", "'x'"),
     (lambda: num.dry_run(loss, MIXED)(P, SHAPE), "values, got ShapeDtypeStruct", "arr"),
     (lambda: jax.jit(num.dry_run(loss, MIXED))(P, X), "dry_run", "outside of jax.jit"),
     (lambda: num.advise(loss, MIXED)(P, SHAPE), "advise runs", "got ShapeDtypeStruct"),
@@ -353,22 +313,18 @@ NUMERICS: list[Row] = [
     (lambda: num.advise(loss, MIXED, previous=MIXED), "an Advice", "got get_policy("),
     (lambda: num.advise(lambda p: p["w"], MIXED)(P), "scalar", "(4, 2)", "loss itself"),
     (lambda: num.first_nonfinite(loss(P, X)), "a function to watch, got Array(16."),
-    (lambda: num.first_nonfinite(loss, P, X), "takes 1 positional argument but 3"),
     (lambda: jax.jit(num.first_nonfinite(loss))(P, X), "outside", "track_nonfinite"),
     (lambda: num.first_nonfinite(lambda m: m(X))(LINEAR), "nnx module", "nnx.split"),
     (lambda: num.track_nonfinite(P), "a function to watch, got {'w'"),
     (lambda: stacked_tracker().report(), "the tracker of one run", "[2]", "x[i]"),
-    (lambda: num.value_stats(X), "missing 1", "'dtype'"),
     (lambda: num.value_stats(X.astype(int), "f16"), "floats, got int32[3, 4]"),
     (lambda: num.value_stats(X, "int8"), "Unknown dtype 'int8'", "one of half"),
-    (lambda: num.tree_stats(P, "int8"), "Unknown dtype 'int8'", "one of half"),
     (lambda: num.LintReport.from_json("{"), "the JSON of a LintReport, got '{'"),
     (lambda: num.DryRunReport.from_json("[]"), "the JSON of a DryRunReport, got '[]'"),
     (lambda: num.TreeStats.from_json("{}"), "the JSON of a TreeStats, got '{}'"),
 ]
 
 MODULES: list[Row] = [
-    (lambda: linen.with_policy(DENSE), "missing 1", "'policy'"),
     (lambda: linen.with_policy(DENSE, None), "a Policy or its string, got None"),
     (lambda: linen.with_policy(nn.Dense, MIXED), "a linen module", "Dense(...)"),
     (lambda: linen.with_policy(loss, MIXED), "got <function", "jmp_lite.autocast(f, p"),
@@ -380,7 +336,6 @@ MODULES: list[Row] = [
     (lambda: linen.with_policy(DENSE, SUMS), "one reduce dtype", "jmp_lite.autocast"),
     (lambda: linen.with_policy(DENSE.bind({}), MIXED), "got a bound Dense: call with_"),
     (lambda: nn.Sequential([in_half_inside]).init(KEY, X), "got a bound Dense"),
-    (lambda: linen_state(P), "missing 1", "'tx'"),
     (lambda: linen_state(P, tx=optax.sgd), "transformation", "Call it: sgd(...)"),
     (lambda: linen_state(P, tx=TX, ema_decay=1.5), "to be between 0 and 1, got 1.5"),
     (lambda: linen_state(NAN, tx=TX), "are not finite", "['w']", "load them again"),
@@ -388,15 +343,11 @@ MODULES: list[Row] = [
     (lambda: linen_state(P, tx=TX, batch_stats=NAN), "The initial batch statistics ar"),
     (lambda: linen_state(P, tx=TX, dynamic_scale=None), "tx=jmp_lite.scale_aware(tx)"),
     (lambda: linen_state(P, tx=TX, update_on_skip=["a"]), "names ['a'], expected some"),
-    (lambda: linen.TrainState.create(None, P, TX), "takes 1 positional argument but 4"),
-    (lambda: STATE.apply_gradients(P), "takes 1 positional argument but 2"),
     (lambda: STATE.apply_gradients(grads={"w": X}), "'b' is in the parameters only"),
     (lambda: with_stats({"norm": {}}), "different structure", "batch_stats/norm/mean"),
     (lambda: with_stats(NORM, None), "at 'batch_stats', a dict in the first, nothing"),
     (lambda: with_stats(jmp.cast_to_half(NORM)), "float16", "float32", "norm/mean"),
     (lambda: STATE.apply_gradients(grads=P, stats=P), "AttributeError", "'stats'"),
-    (lambda: nnx_.with_policy(LINEAR), "missing 1", "'policy'"),
-    (lambda: nnx_.with_policy(LINEAR, None), "a Policy or its string, got None"),
     (lambda: nnx_.with_policy(nnx.Linear, MIXED), "an nnx module", "Linear(...)"),
     (lambda: nnx_.with_policy(MIXED, LINEAR), "got get_policy(", "(model, policy)"),
     (lambda: nnx_.with_policy(DENSE, MIXED), "an nnx", "jmp_lite.linen.with_policy"),
@@ -405,10 +356,11 @@ MODULES: list[Row] = [
     (lambda: nnx_.with_policy(LINEAR, SUMS), "one reduce dtype", "jmp_lite.autocast"),
     (lambda: nnx_.with_policy(LINEAR, MIXED).explain()["b"], "no module 'b' in ['']"),
     (lambda: nnx_.with_policy(nnx.state(LINEAR), MIXED), "an nnx module, got State("),
-    (lambda: nnx_.TrainState.create(LINEAR), "missing 1", "'tx'"),
+    (lambda: linen_init(mapped("decoder")), "'decoder' matches no path"),
+    (lambda: linen_init(MIXED, {nn.Conv: "f32"}), "no Conv", "it has ['Dense']"),
+    (lambda: linen_init(MIXED, {DENSE: "f32"}), "a mapping of module classes"),
     (lambda: nnx_.TrainState.create(LINEAR, optax.sgd), "Call it: sgd(...)"),
     (lambda: nnx_.TrainState.create(TX, LINEAR), "an nnx module, got"),
-    (lambda: nnx_.TrainState.create(DENSE, TX), "an nnx module, got Dense("),
     (lambda: nnx_.TrainState.create(LINEAR, TX, ema_decay=-1), "0 and 1, got -1"),
     (lambda: nnx_.TrainState.create(LINEAR, TX, update_on_skip=3), "filter", "got 3"),
 ]
@@ -418,18 +370,15 @@ CHECKPOINTS: list[Row] = [
     (lambda f: ckpt.save(P, f, step=4), "path of a folder first, got dict", "save(f"),
     (lambda f: ckpt.save(None, P, step=4), "path of a folder first, got NoneType"),
     (lambda f: ckpt.save(f, P), "a step of at least 0, got None", "pass step="),
-    (lambda f: ckpt.save(f, P, 4), "takes 2 positional arguments but 3"),
     (lambda f: ckpt.save(f, P, step=1), "Step 1 is older than step 3", "another fold"),
     (lambda f: ckpt.save(f, P, step=-1), "a step of at least 0, got -1"),
     (lambda f: ckpt.save(f, P, step=1.5), "a whole number for the step, got 1.5"),
     (lambda f: ckpt.save(f, P, step="4"), "a step of at least 0, got 4"),
     (lambda f: ckpt.save(f, P, step=jnp.arange(2)), "shape [2]", "pmap", "Pass step="),
     (lambda f: ckpt.save(f, P, step=4, keep=0), "at least 1 checkpoint, got keep=0"),
-    (lambda f: ckpt.save(f, P, step=4, keep=None), "checkpoint, got keep=None"),
     (lambda f: ckpt.save(f, {"a": 2**70}, step=4), "a is 11805", "64 bits at most"),
     (lambda f: ckpt.save(f, {"a": {"b": 1}, "a/b": 2}, step=4), "path a/b: rename one"),
     (lambda f: ckpt.restore(P, f), "a folder first, got dict", "restore(folder"),
-    (lambda f: ckpt.restore(f), "missing 1", "'like'"),
     (lambda f: ckpt.restore(f, P, step=9), "There is no step 9", "it has [3]"),
     (lambda f: ckpt.restore(f, P, step="last"), "a step of at least 0, got last"),
     (lambda f: ckpt.restore(f, H, cast="f16"), "got 'f16'", "the dtypes are those of"),
@@ -440,11 +389,75 @@ CHECKPOINTS: list[Row] = [
     (lambda f: ckpt.convert_loss_scale(ZERO | {"x": 1}), "Value", "['fin_steps', 'sca"),
     (lambda f: ckpt.convert_loss_scale(OF_INF), "ValueError", "finite", "got inf"),
     (lambda f: ckpt.convert_loss_scale(NO_OP), "ValueError", "NoOpLossScale with []"),
-    (
-        lambda f: ckpt.convert_loss_scale(STATIC),
-        "ValueError",
-        "LossScale with ['loss_s",
-    ),
+    (lambda f: ckpt.convert_loss_scale(STATIC), "ValueError", "Scale with ['loss_s"),
+]
+
+# Of another kind, out of range, or like the right one: refused at the call.
+ARGUMENTS: list[Row] = [
+    (lambda: MIXED.with_output_dtype(F8.dtype), "large ones NaN", "fp8_dot_general"),
+    (lambda: jmp.half_dtype("cud"), "to be one of ('cpu', 'gpu',", "got 'cud'"),
+    (lambda: jmp.PolicyMap("f16", {}, "no"), "allow_unused to be True or", "'no'"),
+    (lambda: mapped("w").at(3), "path to be a string, got 3"),
+    (lambda: mapped("w").check_unused("w"), "paths to be key paths, got 'w'"),
+    (lambda: jmp.select_tree(math.nan, P, P), "boolean scalar, got float32 of shape"),
+    (lambda: jmp.select_tree(True, [2**40], [3]), "1099511627776 and 3 at '0'"),
+    (lambda: num.track_nonfinite(loss)(P, SHAPE), "arrays", "inside of jax.eval_shape"),
+    (lambda: MASTERS.update(H, MASTERS.init(H), SHAPES), "arrays, got"),
+    (lambda: jmp.all_finite(SHAPE), "Expected arrays", "inside of jax.eval_shape"),
+    (lambda: dynamic(np.bool_(True)), "loss_scale to be a number", "True"),
+    (lambda: dynamic(8.0, "3"), "counter to be a number", "got '3'"),
+    (lambda: dynamic(8.0, 2**40), "counter to be at least 0, a whole int32", "1099511"),
+    (lambda: dynamic(8.0, -1), "counter to be at least 0", "got -1"),
+    (lambda: dynamic(hysteresis=2, bad_steps="1"), "bad_steps to be a number", "'1'"),
+    (lambda: dynamic(hysteresis_refill=1), "one of ('scale_change'", "got 1"),
+    (lambda: jmp.StaticLossScale("8"), "loss_scale to be a number", "got '8'"),
+    (lambda: jmp.StaticLossScale(X), "loss_scale to be a number", "got Array"),
+    (lambda: jmp.StaticLossScale(0).scale(1.0), "positive, finite", "got 0.0"),
+    (lambda: grads(loss_scale=jmp.StaticLossScale(0))(P, X), "positive, finite", "0.0"),
+    (lambda: dynamic().adjust(1), "NotABooleanScalarError", "scalar, got int32"),
+    (lambda: NO_OP.adjust(jnp.inf), "boolean scalar, got float32", "makes one"),
+    (lambda: jmp.StaticLossScale(2.0).adjust("no"), "got a str", "makes one"),
+    (lambda: skips_of(max_consecutive_skips="9"), "number", "got '9'"),
+    (lambda: jmp.loss_scale_metrics(S, host="no"), "host to be True or False", "'no'"),
+    (lambda: grads(argnums="0"), "argnums to be the index of an argument", "got '0'"),
+    (lambda: grads(has_aux="no"), "has_aux to be True or False, got 'no'"),
+    (lambda: grads()("w", X), "got 'w' to differentiate (argument 0)", "no gradient"),
+    (lambda: jmp.scale_aware(SGD, skip_nonfinite="False"), "False, got 'False'"),
+    (lambda: of_axis(["i"]).update(P, S, P), "['i']", "is bound"),
+    (lambda: TX.init(None), "Expected parameters", "got None"),
+    (lambda: jmp.scale_aware(ADAM).init({"w": "no"}), "as parameters, got 'no' at"),
+    (lambda: TX.update(None, S, P), "Expected gradients, got None"),
+    (lambda: TX.update({"w": "a", "b": X}, S), "as gradients, got 'a' at 'w'"),
+    (lambda: TX.update(stacked(P), S, P), "an update of shape (2, 2) at 'b', not (2,)"),
+    (lambda: MOMENTUM.update([X], MOMENTUM.init(P)), "no part of", "shapes", "'0'"),
+    (lambda: MASTERS.update([X], MASTERS.init(H), [X]), "the state is of", "a list in"),
+    (lambda: MASTERS.update(H, MASTERS.init(P), stacked(P)), "(2, 2) at 'b', not (2,)"),
+    (lambda: MASTERS.update(stacked(H), MASTERS.init(H), H), "update of shape (2, 2)"),
+    (lambda: jmp.low_precision_state(ADAM, min_size="1"), "min_size", "got '1'"),
+    (lambda: LOW_SGD.update({"w": X}, LOW_SGD.init(P), P), "'b' is in the parameters"),
+    (lambda: jmp.autocast(loss, MIXED, recompute="off"), "recompute to be True", "off"),
+    (lambda: RULES_F16.replace(recompute="off"), "recompute", "'off'"),
+    (lambda: RULES_F16.replace(fp8_min_size=1.5), "int32, got 1.5"),
+    (lambda: jmp.ops.OpRules.default("f99"), "Unknown dtype 'f99'"),
+    (lambda: jmp.ops.OpRules.only("half"), "such as {'tanh': 'float32'}, got 'half'"),
+    (lambda: RULES_F16.class_of([]), "primitive to be a string, got []"),
+    (lambda: jmp.ops.fp8_dot_general(X, P["w"], 3), "ValueError", "numbers 3"),
+    (lambda: fp8_product(X, preferred_element_type=int), "floating dtype", "int64"),
+    (lambda: num.advise(loss, MIXED, headroom="16"), "headroom to be a number", "'16'"),
+    (lambda: num.advise(loss, MIXED, has_aux="no"), "has_aux to be True", "got 'no'"),
+    (lambda: num.value_stats("x", "f16"), "an array of floats, got 'x'"),
+    (lambda: num.dry_run(loss, MIXED)(P, X).layers("1"), "depth to be a number", "'1'"),
+    (lambda: linen_state(P, tx=TX, ema_decay="0.9"), "to be a number", "'0.9"),
+    (lambda: linen_state(None, tx=TX), "params to be a tree of arrays, got None"),
+    (lambda: linen_state(P, tx=TX, update_on_skip=True), "names of fields, got True"),
+    (lambda: STATE.apply_gradients(grads=None), "Expected gradients, got None"),
+    (lambda: STATE.apply_gradients(grads=P | {"b": None}), "every parameter", "['b']"),
+    (lambda: STATE.apply_gradients(grads=stacked(P)), "an update of shape (2, 2)"),
+    (lambda: linen.with_policy(DENSE, MIXED, ["f32"]), "a mapping of module classes"),
+    (lambda: NNX_STATE.apply_gradients(grads=P), "a dict in the gradients"),
+    (lambda: NNX_STATE.apply_gradients(grads=P, other_state={}), "nnx.State", "got {}"),
+    (lambda: NNX_STATE.model({}), "parameters like those that the state is of", "dict"),
+    (lambda: NNX_STATE.other_state_of(P), "an nnx module, got {'w'"),
 ]
 
 # What a newcomer tries, who comes from torch, apex, Keras, Haiku or flax.
@@ -464,40 +477,25 @@ NEWCOMERS: list[Row] = [
     (lambda: enter(jmp.autocast("cuda")), "got 'cuda'", _MANAGER),
     (lambda: enter(jmp.autocast("cuda", dtype=F16)), "argument 'dtype'", _MANAGER),
     (lambda: enter(jmp.autocast("cuda", F16)), "'cuda'", "'mixed_float16'", _MANAGER),
-    (lambda: jmp.autocast("cuda", jnp.bfloat16), "'mixed_bfloat16'", _MANAGER),
-    (lambda: jmp.autocast("cuda", jnp.float32), "got 'cuda'. A policy goes", _MANAGER),
-    (lambda: enter(jmp.autocast(enabled=True)), "argument 'enabled'", _MANAGER),
     (lambda: enter(jmp.autocast(F16)), "float16'", "policy='mixed_float16'", _MANAGER),
     (lambda: jmp.autocast(F16, loss), "write autocast(loss, 'mixed_float16')"),
-    # Python's own words: a function cannot say more.
-    (lambda: enter(jmp.autocast), "'function' object", "context man"),
-    (lambda: enter(jmp.autocast(loss)), "'function' object", "context man"),
     (lambda: enter(jmp.full_precision(X)), "full_precision is not a context manager"),
     (lambda: jmp.autocast(P), r"got {'w': Array([[1., 1.], [1., 1.], [1., 1.], [1.,"),
     (lambda: jmp.autocast("full")(loss), "got 'full'", "@autocast(policy='full')"),
     (lambda: jmp.autocast(loss, jnp.bfloat16), "a Policy", "write 'mixed_bfloat16'"),
-    (lambda: jmp.autocast(loss, jnp.dtype(F16)), "dtype('f", "write 'mixed_float16'"),
     (lambda: jmp.get_policy(F16), "TypeError", f"got {F16!r}.", "write 'mixed_float"),
-    (lambda: jmp.get_policy(jnp.float32), "TypeError", "float32'>.", "write 'float32'"),
     (lambda: jmp.get_policy(16), "TypeError", "got 16.", "named mixed_float16"),
     (lambda: jmp.scale_aware(SGD, "c=f16"), "got 'c=f16'", "loss_scale_for('c=f16')"),
-    (lambda: jmp.scale_aware(SGD, "dynamic"), "One that adapts is DynamicLossScale()"),
     (lambda: jmp.scale_aware(SGD, MIXED), "loss_scale_for(get_policy('p=full,c=f16"),
     (lambda: jmp.scale_aware(SGD, 8.0), "StaticLossScale(8.0)", "DynamicLossScale(8"),
     (lambda: grads(loss_scale=8.0), "tree of type float", "StaticLossScale(8.0)"),
     (lambda: jmp.get_policy(mapped("a")), "got PolicyMap(", "passed as it is, without"),
     (lambda: jmp.get_policy(OF_JMP), "got Policy(param_", "Policy of the package jmp:"),
-    (lambda: jmp.autocast(loss, OF_JMP), "Policy of the package jmp: take jmp_lite's."),
     (lambda: grads(loss_scale=SCALE_OF_JMP), "DynamicLossScale of the package jmp: ta"),
-    (lambda: jmp.scale_aware(SGD, SCALE_OF_JMP), "DynamicLossScale of the package jmp"),
-    (lambda: dynamic(scales=2.0), "unexpected keyword argument 'scales'"),
     (lambda: grads(with_aux)(P, X), _AUX),
-    (lambda: jmp.scaled_grad(with_aux, loss_scale=S)(P, X), _AUX),
-    (lambda: jax.jit(jmp.scaled_grad(with_aux, loss_scale=S))(P, X), _AUX),
     (lambda: num.advise(with_aux, "mixed_float16")(P, X), _AUX),
     (lambda: jmp.full_precision(DENSE), f"{_LINEN}full_precision(model.apply, ...)"),
     (lambda: jmp.with_policy, "jmp_lite.linen.with_policy, and jmp_lite.nnx.with_pol"),
-    (lambda: jmp.TrainState, "jmp_lite.linen.TrainState, and jmp_lite.nnx.TrainState"),
     (lambda: jmp.GradScaler, "'GradScaler': see scale_aware(tx, DynamicLossScale())"),
     (lambda: jmp.DynamicScale, "AttributeError", "jmp_lite", "see DynamicLossScale"),
     *((lambda v=v: compat.check_jax(v), *_OLDER, f"jax {v} is") for v in _OLD_VERSIONS),
@@ -538,6 +536,7 @@ PARTS = {
     "memory": MEMORY,
     "numerics": NUMERICS,
     "modules": MODULES,
+    "arguments": ARGUMENTS,
 }
 
 
@@ -582,6 +581,39 @@ def test_what_looks_like_a_mistake_and_is_none(folder: Path) -> None:
     assert TX.update(P, S, P, value=True)[1].last_finite
     assert jax.eval_shape(lambda p: linen_state(p, tx=TX), NAN).step.shape == ()
     assert ckpt.restore(str(folder), P, step=3.0).step == 3
+
+
+def test_the_backoff_factor_follows_another_factor_unless_it_was_given() -> None:
+    replace: Any = dataclasses.replace
+    assert dynamic(factor=4).backoff_factor == 0.25
+    assert replace(dynamic(), factor=4).backoff_factor == 0.25
+    assert replace(replace(dynamic(), factor=4), factor=8).backoff_factor == 0.125
+    kept = dynamic(factor=4, backoff_factor=0.5)
+    assert replace(kept, factor=8).backoff_factor == 0.5
+    assert replace(dynamic(), period=3).backoff_factor == 0.5
+    assert jax.tree.structure(dynamic()) == jax.tree.structure(
+        dynamic(backoff_factor=0.5)
+    )
+
+
+def test_what_may_look_wrong_and_is_right() -> None:
+    """Any leaf in the structure of a scale; jmp's zero; numbers of all kinds."""
+    scale = dynamic(hysteresis=2)
+    for leaf in (object(), SHAPE, X.sharding, None, "text"):
+        filled = jax.tree.map(lambda _, leaf=leaf: leaf, scale)
+        assert type(filled) is type(scale)
+    assert jax.tree.leaves(jmp.StaticLossScale(0)) == []
+    assert float(dynamic(np.float16(8)).loss_scale) == 8.0
+    assert dynamic(period=5.0).period == 5
+    shapes = jax.eval_shape(lambda: scale)
+    assert dataclasses.replace(shapes, counter=shapes.counter).counter.shape == ()
+    traced = jax.jit(lambda s: jmp.StaticLossScale(s).scale(jnp.float32(1)))
+    assert float(traced(jnp.float32(0))) == 0.0
+    for flag in (True, np.bool_(True), jnp.array(True)):
+        assert int(scale.adjust(flag).counter) == 1
+    assert jmp.low_precision_state(ADAM, min_size=0)
+    assert jmp.scale_aware(SGD, axis_name=("i", "j"), skip_nonfinite=np.bool_(False))
+    assert jmp.half_dtype("rocm") == F16
 
 
 def test_the_version_is_checked_at_import(monkeypatch: pytest.MonkeyPatch) -> None:

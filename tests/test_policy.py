@@ -61,16 +61,11 @@ def test_a_policy_is_read_from_its_text_and_any_keys(param, compute, output, com
     [
         ("half", (half_dtype(),) * 3),
         ("c=half", (F32, half_dtype(), half_dtype())),
-        ("bf16", (BF16, BF16, BF16)),
         ("fp16", (F16, F16, F16)),
-        ("fp32", (F32, F32, F32)),
         (" full ", (F32, F32, F32)),
-        ("f64", (F64, F64, F64)),
-        ("params=float32,compute=float16,output=float32", (F32, F16, F32)),
         ("p = f32 , c = bf16 , o = f32", (F32, BF16, F32)),
         ("c=f16", (F32, F16, F16)),
         ("p=f16", (F16, F16, F16)),
-        ("p=f16,c=bf16", (F16, BF16, BF16)),
         ("p=bf16,o=f32", (BF16, BF16, F32)),
         ("o=f16", (F32, F32, F16)),
         ("mixed_float16", (F32, F16, F32)),
@@ -336,13 +331,6 @@ def of_autocast(policy: PolicyMap) -> Any:
     return _of_products(jaxprs.trace(autocast(scoped, policy), W, X))
 
 
-def of_scan(policy: PolicyMap) -> Any:
-    def looped(w, x):
-        return jax.lax.scan(lambda x, _: (scoped(w, x), None), x, length=2)[0]
-
-    return _of_products(jaxprs.trace(autocast(looped, policy), W, X))
-
-
 def of_dry_run(policy: PolicyMap) -> Any:
     rows = dry_run(scoped, policy)(W, X).rows
     products = [row for row in rows if row.primitive == "dot_general"]
@@ -361,7 +349,7 @@ def of_nnx(policy: PolicyMap) -> Any:
 
 
 ON_TREES = of_casts, of_explain, of_moments
-IN_PROGRAMS = of_autocast, of_scan, of_dry_run, of_linen, of_nnx
+IN_PROGRAMS = of_autocast, of_dry_run, of_linen, of_nnx
 
 
 @pytest.mark.one_of("pattern")

@@ -3,12 +3,10 @@
 import math
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jmp_lite import all_finite, select_tree
 from jmp_lite._src import trees
@@ -87,16 +85,6 @@ def test_a_sharding_of_a_shape_survives_the_cast():
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
     shape = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=sharding)
     assert cast_floating(shape, jnp.float16).sharding == sharding
-
-
-def test_modules_are_trees_like_any_other(getkey):
-    mlp = eqx.nn.MLP(2, 3, width_size=4, depth=0, key=getkey())
-    linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    of_eqx, of_nnx = cast_floating((mlp, linear), jnp.bfloat16)
-    assert of_eqx.activation is mlp.activation and isinstance(of_nnx, nnx.Linear)
-    arrays = [x for x in jax.tree.leaves((of_eqx, of_nnx)) if eqx.is_array(x)]
-    assert [x.dtype for x in arrays] == [jnp.bfloat16] * 4
-    assert linear.kernel[...].dtype == jnp.float32
 
 
 # cast_like, cast_at_least_float32, multiply.

@@ -8,13 +8,10 @@ import json
 import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import pytest
 from commands import run_python
 
 import jmp_lite
-from jmp_lite import autocast
 
 ROOT = Path(jmp_lite.__file__).parent.parent
 
@@ -130,16 +127,3 @@ def test_mypy_in_strict_mode(tmp_path: Path) -> None:
     found = run(tmp_path, "mypy", *options, cache).splitlines()
     errors = [e for e in map(json.loads, found) if e["severity"] == "error"]
     check({e["line"]: e["message"] for e in errors})
-
-
-def test_a_decorator_with_arguments_is_the_same_transformation() -> None:
-    def product(w: jax.Array, x: jax.Array) -> jax.Array:
-        """Multiply."""
-        return x @ w
-
-    decorated = autocast(policy="mixed_bfloat16")(product)
-    assert (decorated.__name__, decorated.__doc__) == ("product", "Multiply.")
-    args = jnp.ones((8, 8)), jnp.ones((4, 8))
-    expected = jax.make_jaxpr(autocast(product, "mixed_bfloat16"))(*args)
-    assert str(jax.make_jaxpr(decorated)(*args)) == str(expected)
-    assert "bf16" in str(expected)

@@ -135,18 +135,6 @@ def test_turns_rotate_and_every_round_has_a_sample():
     assert timing.quartiles([1.0, 2.0, 6.0], [1.0, 1.0, 2.0]) == [1.5, 2.0, 2.5]
 
 
-def test_every_model_is_timed_as_it_is_compiled():
-    models = [of.replace("_", " ") for of in train_step.Model]
-    assert set(models) == set(MODELS)
-    for model in models:
-        cpu = train_step.ways(model, train_step.HALVES, "cpu")
-        names = [str(way) for way in train_step.ways(model, train_step.HALVES, "gpu")]
-        assert names[:2] == [train_step.FLOAT32, train_step.TF32]
-        assert names[2:] == [str(way) for way in cpu[1:]]
-        assert {*train_step.IN_BFLOAT16.values()} < {*names}
-        assert all(way.step.scaled for way in cpu if way.step.dtype == "float16")
-
-
 @pytest.mark.parametrize(
     ("model", "parameters"), [("cnn", 25.5e6), ("vit", 22.0e6), ("mlp", 20.0e6)]
 )

@@ -1,14 +1,10 @@
 """The memory benchmarks, cut to a size at which bytes can be counted by hand."""
 
-import itertools
-import math
-
-import bitwise
 import jax
 import pytest
 
 from benchmarks import memory, small_gpu
-from benchmarks.common import compiled_tables, storage
+from benchmarks.common import storage
 from benchmarks.common.committed import load
 from benchmarks.common.storage import CHOICES, Storage
 
@@ -61,46 +57,6 @@ def test_a_compiled_step_holds_its_arrays():
     assert row["bytes accessed"] > row["peak"]
 
 
-def test_choices_have_the_peaks_of_devices_and_the_losses_of_their_training():
-    assert len(memory.rows_for("h100")) == 2 * len(CHOICES)
-    assert len({str(x) for x in CHOICES}) == len(CHOICES)
-    choices = {choice.storage: choice for choice in compiled_tables.storage_choices()}
-    assert choices.keys() == set(CHOICES)
-    peaks = [choice.peaks["h100"][True] for choice in choices.values()]
-    assert peaks == sorted(peaks)
-    on_v5e = {storage for storage, choice in choices.items() if choice.peaks["v5e"]}
-    assert on_v5e == set(storage.MAIN_CHOICES)
-    assert {(x, True) for x in on_v5e} == set(memory.rows_for("v5e"))
-    # Of one that is not checked, the loss is that of the checked one.
-    unchecked, checked = choices[Storage(checked=False)], choices[Storage()]
-    assert unchecked.losses == checked.losses and unchecked.peaks != checked.peaks
-    assert math.isclose(checked.state_bytes, 12, rel_tol=1e-3)
-
-
-def test_what_is_stored_in_fewer_bits_takes_fewer_bytes_in_the_committed_results():
-    # Of a whole step for an H100: a state that were in float32 for longer than its
-    # kernel would be in the temporaries, and read and written once more.
-    results = load("h100-compiled/memory.json")["results"]
-    rows = {(row["storage"], row["remat"]): row for row in results}
-    for weights, state, remat in itertools.product(
-        WEIGHTS, ("bfloat16", "8bit"), (False, True)
-    ):
-        base = rows[str(Storage(weights=weights)), remat]
-        row = rows[str(Storage(weights=weights, state=state)), remat]
-        saved = base["optimizer state"] - row["optimizer state"]
-        assert row["bytes accessed"] < base["bytes accessed"]
-        assert row["peak"] < base["peak"] - 0.9 * saved
-    # With its remainder, a weight takes 4 bytes instead of 6.
-    masters, remainders = (
-        rows[str(Storage(weights=weights)), True]
-        for weights in (storage.MASTERS, storage.REMAINDERS)
-    )
-    count = masters["parameters"] // 2
-    saved = masters["optimizer state"] - remainders["optimizer state"]
-    assert abs(saved - 2 * count) < 1e-3 * count
-    assert masters["peak"] - remainders["peak"] > 1.8 * count
-
-
 # What is compared for a GPU of 8 GB.
 
 LLAMA_SIZES = small_gpu.TINY_LLAMA | {
@@ -112,14 +68,6 @@ LLAMA_SIZES = small_gpu.TINY_LLAMA | {
 def test_the_model_has_the_parameters_of_tinyllama():
     params = small_gpu.Model(small_gpu.TINY_LLAMA).params
     assert sum(x.size for x in jax.tree.leaves(params)) == 1_100_048_384
-
-
-@pytest.mark.full
-def test_all_steps_trace_and_keep_the_dtypes_of_what_they_update():
-    model = small_gpu.Model(LLAMA_SIZES)
-    for step, (trained, opt_state, *rest) in small_gpu.steps(model).values():
-        found = jax.eval_shape(step, trained, opt_state, *rest)
-        assert bitwise.avals(found) == bitwise.avals((trained, opt_state))
 
 
 @pytest.mark.full  # what the calls print, the page on memory tries in seconds

@@ -94,17 +94,6 @@ def test_the_gradient_of_a_weight_is_its_accumulator_if_it_is_reduced_in_float32
     assert products == [dtype]
 
 
-def test_a_step_that_reduces_in_float32_is_held_against_the_one_that_does_not():
-    step = Step("transformer", "bfloat16", REDUCE_FLOAT32, layout="FSDP")
-    assert str(step) == "transformer, FSDP: bfloat16 grad(autocast(f)), r=f32"
-    assert step.base == dataclasses.replace(step, cast=GRAD_AUTOCAST)
-    for device in ("h100", "v5e"):
-        steps = programs.steps_for(device)
-        reduced = [s for s in steps if s.cast == REDUCE_FLOAT32]
-        assert {"data parallel", "FSDP"} <= {s.layout for s in reduced}
-        assert {s.base for s in reduced} <= set(steps)
-
-
 def _row(name, **figures):
     none = ("half_sums", "conditionals", "host_transfers", "loops_counted_once")
     empty = ("collectives", "collective_calls", "products")
@@ -140,7 +129,6 @@ def test_a_step_that_only_one_side_has_fails():
 SCALED = Step("transformer", "float16", BY_HAND, scaled=True)
 IN_FP8 = Step("transformer", "fp8", GRAD_AUTOCAST)
 REDUCED = Step("transformer", "bfloat16", REDUCE_FLOAT32)
-GROUPED = dataclasses.replace(REDUCED, model="llama")  # its queries are
 PARALLEL = dataclasses.replace(REDUCED, layout="data parallel")
 SHARDED = dataclasses.replace(REDUCED, layout="FSDP")
 
@@ -158,24 +146,12 @@ def _broken(device, size, step, of_base=None, **figures):
     [
         ("h100", "full", SCALED, "traffic", 10_100, 10_101),
         ("h100", "full", SCALED, "temporary", 5096, 5097),
-        ("v5e", "full", SCALED, "traffic", 10_400, 10_401),
         ("h100", "full", SCALED, "kernels", 1024, 1025),  # of ten leaves
-        ("v5e", "full", SCALED, "kernels", 1010, 1011),
         ("h100", "full", SCALED, "conditionals", 0, 1),
         ("v5e", "full", SCALED, "host_transfers", 0, 1),
-        ("h100", "full", SCALED, "aliased", 4, 3),
         ("h100", "full", IN_FP8, "traffic", 10_700, 10_701),
-        ("h100", "full", IN_FP8, "peak", 1000, 1001),
-        ("h100", "full", IN_FP8, "temporary", 1000, 1001),
-        ("h100", "ci", REDUCED, "traffic", 10_000, 10_001),
         ("h100", "full", REDUCED, "peak", 1000, 1001),
-        ("h100", "full", GROUPED, "traffic", 10_400, 10_401),
-        ("h100", "ci", PARALLEL, "traffic", 11_500, 11_501),
-        ("h100", "full", SHARDED, "traffic", 10_500, 10_501),
-        ("h100", "full", SHARDED, "peak", 1000, 1001),
         ("h100", "ci", SHARDED, "peak", 1250, 1251),
-        ("v5e", "ci", SHARDED, "traffic", 10_100, 10_101),
-        ("v5e", "full", SHARDED, "traffic", 10_800, 10_801),
         ("v5e", "ci", PARALLEL, "peak", 1040, 1041),
     ],
     ids=str,
@@ -194,10 +170,7 @@ def _products(forward=0, backward=0, in_half=0):
     return {"products": found | {"f16 f16": in_half}, "fp8 by rule": 15}
 
 
-_INSIDE, _OUTSIDE = (
-    dataclasses.replace(SCALED, cast=how)
-    for how in ("autocast(grad(f))", "grad(autocast(f))")
-)
+_INSIDE = dataclasses.replace(SCALED, cast="autocast(grad(f))")
 _SHARDED_BY_HAND = dataclasses.replace(SCALED, layout="FSDP")
 _FAMILY = Step("llama", "fp8", GRAD_AUTOCAST)  # its products may be joined
 _IN_FP8 = "products in fp8"
@@ -209,18 +182,14 @@ _IN_FP8 = "products in fp8"
         ("h100", SCALED, {"aliased bytes": 399}, ["aliased"]),
         ("h100", SCALED, {"half_sums": 1}, []),
         ("h100", _INSIDE, {"half_sums": 1}, ["half_sums"]),
-        ("h100", _OUTSIDE, {"half_sums": 1}, ["half_sums"]),
         ("v5e", _SHARDED_BY_HAND, _gathered(10), []),
         ("v5e", _SHARDED_BY_HAND, _gathered(11), ["all-gather"]),
         ("h100", IN_FP8, _products(5, 10, in_half=6), []),
         ("h100", IN_FP8, _products(5, 9), [_IN_FP8]),
-        ("h100", IN_FP8, _products(16), [_IN_FP8]),
         ("h100", IN_FP8, _products(in_half=15), [_IN_FP8]),
         ("a100", IN_FP8, _products(in_half=15), []),
-        ("a100", IN_FP8, _products(1, in_half=14), [_IN_FP8]),
         ("h100", _FAMILY, _products(8), [_IN_FP8]),
         ("h100", _FAMILY, _products(9), []),
-        ("h100", _FAMILY, _products(15), []),
         ("h100", _FAMILY, _products(16), [_IN_FP8]),
     ],
     ids=str,
@@ -256,7 +225,6 @@ def test_what_fp8_may_send_has_limits(collectives, calls, found):
 _IN_HALF, _IN_FLOAT32 = "reduced in half", "reduced in float32"
 
 
-@pytest.mark.parametrize("opcode", ["all-reduce", "reduce-scatter"])
 @pytest.mark.parametrize(
     ("half", "full", "found"),
     [
@@ -265,10 +233,10 @@ _IN_HALF, _IN_FLOAT32 = "reduced in half", "reduced in float32"
         (0, 106_900, [_IN_FLOAT32]),  # less is reduced, or in another dtype
         (0, 109_100, [_IN_FLOAT32]),  # more is
         (200, 107_600, [_IN_HALF]),
-        (50_000, 8000, [_IN_HALF]),  # as without
     ],
 )
-def test_a_gradient_that_is_reduced_in_half_breaks_a_limit(opcode, half, full, found):
+def test_a_gradient_that_is_reduced_in_half_breaks_a_limit(half, full, found):
+    opcode = "reduce-scatter"
     of_base = {f"{opcode} bf16": 50_000, f"{opcode} f32": 8000}
     sent = {f"{opcode} bf16": half, f"{opcode} f32": full, "all-gather bf16": 50_000}
     for device, step in (("h100", SHARDED), ("v5e", PARALLEL)):
@@ -281,9 +249,6 @@ def test_a_gradient_that_is_reduced_in_half_breaks_a_limit(opcode, half, full, f
     [
         ("h100", "full", SHARDED, 2 / 4, []),
         ("h100", "full", SHARDED, 2.2 / 4, [_IN_HALF]),
-        ("h100", "full", PARALLEL, 2 / 4, [_IN_HALF]),
-        ("h100", "ci", SHARDED, 2 / 4, [_IN_HALF]),
-        ("v5e", "full", SHARDED, 2, []),
         ("v5e", "full", SHARDED, 2.1, [_IN_HALF]),
     ],
 )

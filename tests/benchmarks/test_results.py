@@ -41,8 +41,9 @@ def test_a_clean_tree_has_the_name_of_its_commit_and_a_copy_of_it_has_none(repos
     assert "and this is no git repository." in results.why_not_into(out, copy)
 
 
-@pytest.mark.parametrize("new", [False, True])
-@pytest.mark.parametrize("name", _FILES[:3])
+@pytest.mark.parametrize(
+    ("name", "new"), [(_FILES[0], False), (_FILES[1], True), (_FILES[2], False)]
+)
 def test_changed_and_new_code_makes_a_tree_dirty(repository, name, new):
     path = (repository / name).with_stem("new") if new else repository / name
     path.write_text("another\n")

@@ -1,7 +1,5 @@
 """The training loop of the examples: it goes on from its checkpoints, bit for bit."""
 
-import io
-
 import bitwise
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,7 @@ import typer
 from rich.console import Console
 
 import jmp_lite
-from examples.common import cli, loop, progress
+from examples.common import cli, loop
 
 _QUIET = Console(quiet=True)
 
@@ -86,32 +84,6 @@ def test_training_stopped_while_it_saves_goes_on_bit_for_bit(
     assert list(resumed) == list(whole) == ["b", "a"]
     assert _bits(resumed) == _bits(whole)
     assert 0 < whole["a"].history["skipped_steps"][-1] < 10
-
-
-def _say(**options) -> list[str]:
-    """Return the lines that a training of 10 steps prints."""
-    console = Console(file=io.StringIO(), width=100, **options)
-    loop.train_side_by_side(
-        {"b": _run(), "long": _run()}, _batches(), title="t", steps=10, console=console
-    )
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().splitlines()
-
-
-@pytest.mark.parametrize(("seconds", "at"), [(1e9, [10]), (0.0, [4, 8, 10])])
-def test_a_log_gets_a_line_now_and_then(seconds, at, monkeypatch):
-    monkeypatch.setattr(progress, "SECONDS", seconds)
-    monkeypatch.setattr(loop, "CHUNK", 4)
-    lines = [line.partition("  loss ") for line in _say()]
-    names = ["t b", "t long"]
-    assert [x for x, _, _ in lines] == [f"{n}: {i} of 10" for i in at for n in names]
-    assert lines[-1][2].endswith(_say()[-1].partition("  loss ")[2])
-    assert "scale 2^" in lines[0][2] and "skipped" in lines[0][2]
-
-
-def test_a_terminal_gets_bars_instead():
-    text = "\n".join(_say(force_terminal=True, force_interactive=True))
-    assert "10/10" in text and "10 of 10" not in text
 
 
 def test_training_logs_each_step_whatever_the_chunks(monkeypatch):

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import bitwise
 import commands
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from flax import nnx
 
 import jmp_lite
 from examples import digits, drift, find_the_overflow, multihost, resnet, transformer
-from examples.common import cli, data, memory, text
+from examples.common import cli, data, memory
 from jmp_lite.linen import with_policy
 from jmp_lite.numerics import DryRunReport
 
@@ -100,15 +99,9 @@ def test_a_run_stops_when_every_step_is_skipped(tmp_path):
     ("module", "args", "expected"),
     [
         (digits, "--policy float15", "Unknown dtype 'float15', expected one of half"),
-        (digits, "--policy c=f64 --autocast", "autocast computes in float16 or bfl"),
         (digits, "--loss-scale 1000", "0 (dynamic) or a power of two, got 1000."),
-        (digits, "--loss-scale nan", "0 (dynamic) or a power of two, got nan."),
-        (digits, "--steps 0", "greater than or equal to 1"),
-        (digits, "--model rnn", "is not one of 'all', 'mlp', 'cnn'"),
         (digits, f"--out {__file__}", "cannot write to"),
-        (resnet, f"--checkpoints {__file__}", "cannot write to"),
         (transformer, "--width 48", "expected a multiple of 32, got 48."),
-        (find_the_overflow, "--width 33", "multiple of 32, got 33"),
         (multihost, "--batch-size 12", "a multiple of the 8 devices, got 12."),
         (multihost, "--process 0", "--process and --coordinator go together."),
         (
@@ -128,16 +121,6 @@ def test_bad_arguments_are_refused(module, args, expected, tmp_path, monkeypatch
     monkeypatch.setattr(jax.distributed, "initialize", lambda: None)
     status, printed = invoke(module.main, "--out", str(tmp_path), *args.split())
     assert (status, expected in printed) == (2, True), printed
-
-
-def test_what_to_do_where_jax_finds_no_hosts(tmp_path, monkeypatch):
-    def initialize() -> None:
-        raise ValueError("coordinator_address should be defined.")
-
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    status, printed = invoke(multihost.main, "--out", str(tmp_path), "--hosts")
-    assert status == 2
-    assert "should be defined.): say --coordinator, --processes" in printed
 
 
 def digits_step(policy: Any, use_autocast: bool) -> Any:
@@ -160,14 +143,15 @@ def transformer_step(policy: Any, use_autocast: bool) -> Any:
     return transformer.make_step(loss_fn), state, tokens
 
 
-def resnet_step(policy: Any, use_autocast: bool = False, widths: Any = (2, 4)) -> Any:
+def resnet_step(policy: Any, use_autocast: bool) -> Any:
     del use_autocast
-    model = with_policy(resnet.ResNet(widths), policy)
+    model = with_policy(resnet.ResNet((2, 4)), policy)
 
     def init():
         return resnet.init_state(model, policy, steps=10, seed=0, static_scale=0.0)
 
-    return resnet.make_step(resnet.make_loss_fn(model)), init(), images()
+    state = jax.eval_shape(init)
+    return resnet.make_step(resnet.make_loss_fn(model)), state, images()
 
 
 def images() -> data.Digits:
@@ -182,9 +166,7 @@ def images() -> data.Digits:
     [
         # Two convolutions and a dense layer, whose input needs a gradient but at first.
         (digits_step, False, 3, 5),
-        (digits_step, True, 3, 5),
         # Eight products a layer and the head.
-        (transformer_step, False, 17, 34),
         (transformer_step, True, 17, 34),
         # Six convolutions and a dense layer.
         (resnet_step, False, 7, 13),
@@ -202,12 +184,6 @@ def test_a_step_has_half_products(make_step, use_autocast, forward, backward, na
     assert all(name in operands for operands in dtypes)
 
 
-def test_the_transformer_casts_nothing_by_itself():
-    jaxpr = jaxprs.trace(*transformer_step(jmp_lite.get_policy("float32"), True))
-    dtypes = {dtype.name for dtype in jaxprs.dtypes(jaxpr)}
-    assert "float32" in dtypes and not dtypes & {"float16", "bfloat16"}
-
-
 def test_the_transformer_sees_no_byte_before_its_turn(getkey):
     model = transformer.make_model(32, 1, 0)
     tokens = jax.random.randint(getkey(), (1, 16), 0, 256)
@@ -215,25 +191,6 @@ def test_the_transformer_sees_no_byte_before_its_turn(getkey):
     before, after = (np.array(nnx.jit(model)(t)) for t in (tokens, others))
     changed = (before != after).any(axis=(0, 2))
     np.testing.assert_array_equal(changed, np.arange(16) >= 10)
-
-
-def test_a_skipped_step_leaves_statistics_and_average_as_they_were():
-    step, start, batch = resnet_step("mixed_float16", widths=(2,))
-    step = jax.jit(step)
-    after, log = step(start, batch)
-    # The loss scale is too high at first: the gradients overflow. The forward pass, and
-    # with it the new statistics, are finite.
-    assert np.isfinite(log["loss"])
-    while not log["last_finite"]:
-        assert after.step == 0
-        for name in ("params", "batch_stats", "ema"):
-            kept, before = getattr(after, name), getattr(start, name)
-            assert bitwise.raw_bits(kept) == bitwise.raw_bits(before)
-        after, log = step(after, batch)
-    assert after.step == 1 and log["skipped_steps"] > 0
-    before, new = map(bitwise.raw_bits, (start.batch_stats, after.batch_stats))
-    assert all(new[path] != before[path] for path in before)
-    assert {dtype for dtype, _, _ in new.values()} == {"float32"}
 
 
 @pytest.mark.full
@@ -309,19 +266,3 @@ def test_digits_are_split_the_same_way_each_time_and_come_once_an_epoch():
     seen = [b.label for b in data.batches(few, batch_size=3, steps=6, seed=1)]
     for epoch in (seen[:3], seen[3:]):
         assert len(set(np.concatenate(epoch))) == 9
-
-
-def test_sources_hold_out_every_tenth_file_and_batches_are_windows_of_them(tmp_path):
-    with pytest.raises(FileNotFoundError, match="at least 10 .py files in .* got 0"):
-        text.load_sources(tmp_path)
-    for i in range(21):
-        (tmp_path / f"m{i:02}.py").write_bytes(bytes([i]))
-    (tmp_path / "notes.txt").write_bytes(b"no module")
-    train, validation = text.load_sources(tmp_path)
-    np.testing.assert_array_equal(validation, [0, 10, 20])
-    np.testing.assert_array_equal(train, [i for i in range(21) if i % 10])
-    options = {"batch_size": 256, "length": 5, "steps": 1, "seed": 0}
-    (batch,) = text.text_batches(np.arange(20, dtype=np.uint8), **options)
-    np.testing.assert_array_equal(batch - batch[:, :1], [range(5)] * 256)
-    # Every start is drawn, the last one too.
-    assert set(batch[:, 0]) == set(range(16))

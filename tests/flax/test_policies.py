@@ -29,7 +29,7 @@ from flax_inputs import (
     under_policies,
     with_policy,
 )
-from linen_models import KEY, ConvNet, init, shapes
+from linen_models import ConvNet, init, shapes
 from nnx_models import params_of
 
 import jmp_lite as jmp
@@ -47,8 +47,7 @@ pytestmark = under_policies
     [
         ("mixed_float16", "float32", "float16", "float32"),
         ("mixed_bfloat16", "float32", "bfloat16", "float32"),
-        ("half", "float16", "float16", "float16"),
-        ("p=f16,c=bf16,o=f32", "float16", "bfloat16", "float32"),
+        ("p=f16,c=bf16,o=f16", "float16", "bfloat16", "float16"),
     ],
 )
 def test_parameters_products_and_outputs_have_the_dtypes_of_the_policy(
@@ -71,10 +70,10 @@ def differentiable(model: Any) -> tuple[Any, Any]:
 @in_both_halves
 @of_both
 def test_all_is_bit_for_bit_as_cast_by_hand(flax, half):
-    """Values, statistics and gradients."""
-    by_hand, full = (flax.make(flax.ConvNet, dtype=d) for d in (jnp.dtype(half), None))
+    """Values, statistics and the gradients of kernels."""
+    by_hand = flax.make(flax.ConvNet, dtype=jnp.dtype(half))
     ours = with_policy(flax.make(flax.ConvNet), HALVES[half])
-    calls, params = zip(*map(differentiable, (ours, by_hand, full)), strict=True)
+    calls, params = zip(*map(differentiable, (ours, by_hand)), strict=True)
     if flax is linen_models:
         bitwise.assert_same(params[0], params[1])
 
@@ -85,7 +84,7 @@ def test_all_is_bit_for_bit_as_cast_by_hand(flax, half):
 
         return jax.grad(loss, has_aux=True)(params)
 
-    (grads, (out, state)), (by_hand_grads, expected), (full_grads, _) = jax.jit(
+    (grads, (out, state)), (by_hand_grads, expected) = jax.jit(
         lambda params: list(map(grads_of, calls, params)),
         compiler_options=bitwise.UNOPTIMISED,
     )(params)
@@ -94,16 +93,10 @@ def test_all_is_bit_for_bit_as_cast_by_hand(flax, half):
     assert out.dtype == jnp.float32
     assert expected[0].dtype.name == half
     bitwise.assert_same((out.astype(half), state), expected)
-    # What is summed over rows is not the same: our sums are float32.
+    # Not those that are sums over rows, which are float32 in ours.
     bits, expected_bits = bitwise.raw_bits(grads), bitwise.raw_bits(by_hand_grads)
     kernels = [path for path in bits if "kernel" in path]
     assert kernels and all(bits[path] == expected_bits[path] for path in kernels)
-    # Some gradients are 0 but for roundings: those of biases before a norm.
-    leaves = list(map(jax.tree.leaves, (full_grads, grads, by_hand_grads)))
-    rounding = float(jnp.finfo(half).eps * max(map(np.linalg.norm, leaves[0])))
-    for path, right, found, cast in zip(bits, *leaves, strict=True):
-        error, by_hand_error = (np.linalg.norm(x - right) for x in (found, cast))
-        assert error <= by_hand_error + rounding, path
 
 
 def test_in_float32_nothing_changes():
@@ -145,6 +138,7 @@ def test_gradients_of_kernels_are_the_accumulators(flax, half):
 # Rules.
 
 
+@pytest.mark.one_of("pattern")
 @pytest.mark.parametrize("pattern", ["body", "body.*", "body/.*"])
 def test_the_outermost_module_of_a_rule_has_its_output_dtype(pattern):
     """Modules inside do not, whether or not the pattern matches them too."""
@@ -290,22 +284,7 @@ def test_explain_says_for_each_module_what_it_does(name):
     assert output(model, tokens).dtype == jnp.float32
 
 
-def test_a_pattern_or_class_that_names_no_linen_module_is_an_error():
-    deep = linen_models.Deep()
-    model = with_policy(deep, PolicyMap("full", {"body/frist": "half"}))
-    variables = shapes(deep, X)
-    for call in (
-        lambda: jax.eval_shape(model.init, KEY, X),
-        lambda: jax.eval_shape(model.lazy_init, KEY, X),
-        lambda: jax.eval_shape(model.apply, variables, X),
-        lambda: model.explain(variables, X),
-    ):
-        with pytest.raises(ValueError, match=r"'body/frist' matches no p.*body/first"):
-            call()
-    with pytest.raises(ValueError, match=r"no Conv.*it has \['Deep', 'Dense', 'Mlp'\]"):
-        output(with_policy(deep, "full", {nn.Conv: "half"}), X)
-
-
+@pytest.mark.one_of("place", "pattern")
 @pytest.mark.parametrize("place", ["", "loss/"])
 @pytest.mark.parametrize(
     "pattern",
@@ -335,20 +314,11 @@ def test_one_map_serves_with_policy_autocast_and_casts(pattern, place):
         wide = {path for path, dtype in found.items() if dtype == jnp.float32}
         assert wide == {f"{root}body/first/{name}" for name in ("kernel", "bias")}
         assert dtypes(policy.cast_to_compute(tree)) == set(map(str, found.values()))
-
-
-def test_a_pattern_with_the_class_of_another_model_is_an_error():
-    deep, policy = (
-        linen_models.Deep(),
-        PolicyMap("mixed_bfloat16", {"Mlp/body": "full"}),
-    )
-    variables = init(deep, X)
-    for call in (
-        lambda: with_policy(deep, policy).apply(variables, X),
-        lambda: jmp.autocast(deep.apply, policy)(variables, X),
-    ):
+    # The class of another model names nothing.
+    wrong = PolicyMap("mixed_bfloat16", {"Mlp/body": "full"})
+    for call in (with_policy(deep, wrong).apply, jmp.autocast(deep.apply, wrong)):
         with pytest.raises(ValueError, match="'Mlp/body' matches no path"):
-            call()
+            call(variables, X)
 
 
 def test_an_error_in_a_model_changes_nothing():

@@ -21,16 +21,12 @@ def changed(line: str) -> set[str]:
     ("line", "expected"),
     [
         ("x < y", {"(x <= y)", "(x >= y)"}),
-        ("not x", {"(x)"}),
         ("x = jnp.float32", {"x = (jnp.float16)", "x = (jnp.bfloat16)"}),
         ("x = jnp.where(c, x, y)", {"x = (x)", "x = (y)"}),
         ("if x: y", {"if False: y"}),
-        ("x = g(x, y)", {"x = (g(y, x))"}),
-        ("return g(x)", {"return x"}),
         ("raise ValueError(1)", {"pass"}),
         # What no result depends on.
         ("x: int = y", set()),
-        ("'a docstring of 2 words'", set()),
         ("x = f'{x + 1}'", set()),
     ],
 )

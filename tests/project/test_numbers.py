@@ -203,8 +203,3 @@ def test_what_is_known_holds_and_is_on_its_page(name: str, text: str) -> None:
     page = (ROOT / name).read_text("utf-8")
     assert text in [claim.text for claim in claims(page)]
     assert KNOWN[name, text]()
-
-
-def test_what_no_table_has_is_seen() -> None:
-    seen = {(page, x.text) for page, _ in KNOWN for x in unbacked(ROOT / page)}
-    assert KNOWN.keys() - seen == {("docs/fp8.md", "1 %")}  # a table has 0.99

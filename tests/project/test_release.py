@@ -205,11 +205,9 @@ def test_a_workflow_pins_its_actions_and_may_only_read(workflow: str) -> None:
     allowed = {"publish": {"id-token": "write"}, "pages": {"contents": "write"}}
     assert granted == {name: allowed.get(name, {}) for name in granted}
     assert all("timeout-minutes" in job for job in jobs(workflow).values())
-
-
-def test_an_action_has_one_version() -> None:
-    used = set(re.findall(r"uses: (\S+)@(\S+)", ALL_WORKFLOWS))
-    assert len(used) == len({name for name, _ in used})
+    # An action has one version everywhere.
+    everywhere = set(re.findall(r"uses: (\S+)@(\S+)", ALL_WORKFLOWS))
+    assert len(everywhere) == len({name for name, _ in everywhere})
 
 
 def test_workflows_run_targets_of_the_makefile() -> None:
@@ -219,33 +217,17 @@ def test_workflows_run_targets_of_the_makefile() -> None:
     assert set(expected.split()) <= run <= targets
 
 
-def test_a_job_sets_up_the_python_that_make_is_told() -> None:
-    for workflow in WORKFLOWS:
-        for name, job in jobs(workflow).items():
-            python = "${{ matrix.python }}"
-            runs = " ".join(step.get("run", "") for step in job["steps"])
-            if python in runs:
-                (setup,) = (s for s in job["steps"] if "python@" in s.get("uses", ""))
-                assert setup["with"]["python-version"] == python, name
-
-
-def test_every_python_that_is_promised_is_tested() -> None:
+def test_versions_and_floors_are_the_same_everywhere() -> None:
     tested = set(re.findall(r'python(?:-version)?: "(3\.\d+)"', ALL_WORKFLOWS))
     named = {c.rpartition(" ")[2] for c in PROJECT["classifiers"] if ":: 3." in c}
-    assert named == tested
     oldest = min(int(version.partition(".")[2]) for version in named)
-    assert PROJECT["requires-python"] == f">=3.{oldest}"
+    assert named == tested and PROJECT["requires-python"] == f">=3.{oldest}"
 
-
-def test_the_oldest_jax_is_the_same_everywhere() -> None:
     (oldest,) = re.findall(r"^JAX \?= jax==(\S+) jaxlib==\1$", MAKEFILE, re.M)
     minor = oldest.rpartition(".")[0]
     assert {"jax>=" + minor, "jaxlib>=" + minor} <= set(PROJECT["dependencies"])
     assert f"jax ≥ {minor}" in (ROOT / "README.md").read_text("utf-8")
     assert f"| jax, jaxlib | {oldest} |" in CONTRIBUTING
-
-
-def test_the_floors_that_are_promised_are_those_of_the_project() -> None:
     extras = PROJECT["optional-dependencies"]
     wanted = [*PROJECT["dependencies"], *extras["flax"], *extras["checkpoint"]]
     for name in ("optax", "flax", "orbax-checkpoint"):
@@ -253,8 +235,6 @@ def test_the_floors_that_are_promised_are_those_of_the_project() -> None:
         promised = rf"^\| {name} \| {re.escape(floor)}\b"
         assert re.search(promised, CONTRIBUTING, re.M)
 
-
-def test_the_citation_names_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     assert citation["version"] == VERSION
     assert citation["license"] == PROJECT["license"]

@@ -37,14 +37,9 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 
 @pytest.mark.parametrize("name", DIAGRAMS["DIAGRAMS"])
-def test_a_committed_diagram_is_as_drawn_and_its_text_fits_its_boxes(name: str) -> None:
+def test_a_committed_diagram_is_as_drawn(name: str) -> None:
     drawn = DIAGRAMS["draw"](*DIAGRAMS["DIAGRAMS"][name])
     assert (DOCS / "images" / name).read_text("utf-8") == drawn, "run `make figures`"
-    texts = re.findall(r'<text( class="bold")? x="([\d.]+)"[^>]*>([^<]+)<', drawn)
-    assert texts
-    for bold, x, text in texts:
-        width = len(text) * (7.6 if bold else 7.0)  # wide letters, at 13 px
-        assert float(x) + width < 380, text
 
 
 LARGEST = 120_000  # bytes: a page loads its figures at once
@@ -61,27 +56,6 @@ def test_a_figure_is_small_has_a_dark_form_and_is_on_a_page(path: Path) -> None:
     assert any(shown.search(page.read_text("utf-8")) for page in pages)
 
 
-def run_together(text: str) -> Iterator[str]:
-    """Yield lines that Markdown joins: the empty line above or below is missing."""
-    lines, is_code = text.splitlines(), False
-    for above, line, below in zip(["", *lines], lines, [*lines[1:], ""], strict=False):
-        fence = line.lstrip().startswith("```")
-        if fence and not is_code and above and not above.startswith("<!--"):
-            yield line
-        elif not is_code and not fence:
-            is_list = re.match(r"(?:[-*]|\d+\.) ", line)
-            if re.match("#+ ", line) and (above or below):
-                yield line
-            if is_list and above and not re.match(r"(?:[-*]|\d+\.) |  ", above):
-                yield line
-        is_code ^= fence
-
-
-@pytest.mark.parametrize("page", sorted(DOCS.glob("**/*.md")), ids=lambda p: p.stem)
-def test_headings_lists_and_blocks_stand_apart(page: Path) -> None:
-    assert list(run_together(page.read_text("utf-8"))) == []
-
-
 HOOKS = runpy.run_path(str(DOCS / "hooks.py"))
 
 
@@ -91,17 +65,9 @@ HOOKS = runpy.run_path(str(DOCS / "hooks.py"))
         ("a.md", "../CONTRIBUTING.md#run", "outside/CONTRIBUTING.md.txt"),
         ("b/a.md", "../../benchmarks/run.py", "../outside/benchmarks/run.py.txt"),
         ("a.md", "../results/a.png", "outside/results/a.png"),
-        ("b/a.md", "../../results/a.png", "../outside/results/a.png"),
-        ("a.md", "../benchmarks/README.md#fp8", "benchmarks.md#fp8"),
         ("b/a.md", "../../benchmarks/README.md", "../benchmarks.md"),
         ("a.md", "../benchmarks/README.md#in-fp8", "benchmarks/programs.md#in-fp8"),
-        (
-            "b/a.md",
-            "../../benchmarks/README.md#runs-of-the-examples",
-            "../benchmarks/losses.md#runs-of-the-examples",
-        ),
         ("b/a.md", "../other.md", "../other.md"),
-        ("a.md", "images/a.svg", "images/a.svg"),
     ],
 )
 def test_only_links_out_of_the_pages_change(page, link, expected):
@@ -111,12 +77,6 @@ def test_only_links_out_of_the_pages_change(page, link, expected):
 def made_of(text: str, page: str) -> str:
     file = types.SimpleNamespace(src_uri=page)
     return HOOKS["on_page_markdown"](text, page=types.SimpleNamespace(file=file))
-
-
-def test_a_figure_opens_large_and_a_picture_in_a_line_does_not():
-    figure, line = '<img alt="a" src="../b.svg" />', '<p>a <img src="c.svg" /></p>'
-    made = HOOKS["on_page_content"](f"<p>{figure}</p>{line}", page=None)
-    assert made == f'<p><a href="../b.svg">{figure}</a></p>{line}'
 
 
 def test_every_public_name_is_in_the_reference_with_an_example():
@@ -145,65 +105,6 @@ def test_the_benchmarks_are_pages_of_the_site():
     )
 
 
-def test_the_benchmarks_begin_with_figures_and_end_with_how_to_run_them():
-    text = made_of("# A\n", "benchmarks.md")
-    first, *_, last = re.findall(r"^## (.+)$", text, re.M)
-    assert (first, last) == ("train_step", "Run them yourself")
-    assert "[train_step](benchmarks.md#train_step)" in text
-    assert "[programs](benchmarks/programs.md#programs)" in text
-    assert "(memory.md" in text and "[tpu_vm.md]" not in text
-    assert "--help" not in text.partition(last)[0]
-
-
-TABLE = """<table>
-<thead>
-<tr>
-<th></th>
-<th style="text-align: right;">time, "ms"</th>
-<th><code>tx.init</code></th>
-</tr>
-</thead>
-<tbody>
-<tr>
-<td><a href="x_y.md"><code>tx.update(grads, opt_state)</code></a></td>
-<td style="text-align: right;">1.5</td>
-<td><code>2.0**15</code></td>
-</tr>
-</tbody>
-</table>"""
-
-
-def test_names_in_tables_may_be_broken_and_cells_have_the_title_of_their_column():
-    made = HOOKS["on_post_page"](f"<p><code>a_b</code></p>{TABLE}")
-    assert made.startswith("<p><code>a_b</code></p><table>")
-    assert "<code>tx.<wbr>update(<wbr>grads, opt_<wbr>state)</code>" in made
-    assert '<td data-title=""><a href="x_y.md">' in made
-    assert (
-        '<td data-title="time, &quot;ms&quot;" style="text-align: right;">1.5' in made
-    )
-    assert '<td data-title="tx.init"><code>2.0**15</code></td>' in made
-    plain = re.sub(r"<wbr>| data-title=\"[^\"]*\"", "", made)
-    assert plain == f"<p><code>a_b</code></p>{TABLE}"
-
-
-def test_what_stands_in_a_table_of_two_columns_needs_no_titles():
-    two = "<table>\n<tr>\n<th>a</th>\n<th>b</th>\n</tr>\n<tr>\n<td>1</td>"
-    assert HOOKS["on_post_page"](f"{two}</tr></table>") == f"{two}</tr></table>"
-
-
-def test_published_figures_leave_dark_colours_to_the_page(tmp_path):
-    (tmp_path / "images").mkdir()
-    for path in DOCS.glob("images/*.svg"):
-        (tmp_path / "images" / path.name).write_bytes(path.read_bytes())
-    HOOKS["on_post_build"](config={"site_dir": str(tmp_path)})
-    for path in DOCS.glob("images/*.svg"):
-        drawn, published = path.read_text("utf-8"), tmp_path / "images" / path.name
-        text = published.read_text("utf-8")
-        assert "prefers-color-scheme" not in text and "</style>" in text
-        begin, _, end = drawn.partition("@media (prefers-color-scheme: dark)")
-        assert text.startswith(begin) and end.endswith(text[-1000:])
-
-
 ROWS = [
     [cell.strip(" `") for cell in line.strip("|").split("|")]
     for line in (DOCS / "how" / "formats.md")
@@ -218,22 +119,16 @@ def number(text: str) -> float:
     return float(base) ** float(exponent or 1)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_a_row_of_the_table_is_right(row: list[str]) -> None:
-    name, bits, largest, normal, subnormal, spacing, whole = row
-    info = jnp.finfo(name)
-    assert [int(x) for x in bits.split(",")] == [info.nexp, info.nmant]
-    assert float(info.max) == pytest.approx(number(largest), rel=0.001)
-    assert 2.0**info.minexp == number(normal)
-    assert 2.0 ** (info.minexp - info.nmant) == number(subnormal)
-    assert float(info.eps) == number(spacing)
-    assert 2 ** (info.nmant + 1) == number(whole)
-
-
-def test_the_table_has_all_formats() -> None:
-    assert [row[0] for row in ROWS] == [
-        *("float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn"),
-    ]
+def test_the_table_of_formats_is_right() -> None:
+    for name, bits, largest, normal, subnormal, spacing, whole in ROWS:
+        info = jnp.finfo(name)
+        assert [int(x) for x in bits.split(",")] == [info.nexp, info.nmant]
+        assert float(info.max) == pytest.approx(number(largest), rel=0.001)
+        assert 2.0**info.minexp == number(normal)
+        assert 2.0 ** (info.minexp - info.nmant) == number(subnormal)
+        assert float(info.eps) == number(spacing)
+        assert 2 ** (info.nmant + 1) == number(whole)
+    assert len(ROWS) == 5
 
 
 def test_the_committed_notebook_is_of_the_page():

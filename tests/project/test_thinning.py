@@ -8,48 +8,32 @@ import pytest
 import thinning
 
 
-def make_case(function: str, params: dict[str, Any], *names: str) -> Any:
-    """Return what `thinning` asks of a test of pytest; it notes its new markers."""
-    markers = {"one_of": [pytest.mark.one_of(name).mark for name in names]}
-    case: Any = types.SimpleNamespace(nodeid=f"{function}[case]", added=[])
-    case.callspec = types.SimpleNamespace(params=params)
-    case.iter_markers, case.add_marker = markers.get, case.added.append
-    return case
-
-
-def left(
-    params: dict[str, list[Any]], *names: str, turn: int = 0
-) -> list[dict[str, Any]]:
+def left(params: dict[str, list[Any]], *names: str, turn: int = 0) -> list[Any]:
     """Return the parameters of the cases that stay, of all of a test."""
-    rows = [
-        dict(zip(params, x, strict=True)) for x in itertools.product(*params.values())
-    ]
-    cases = [make_case("test_f", row, *names) for row in rows]
-    others = [make_case("test_g", row) for row in rows]
-    thinning.mark_all_but_one(cases + others, turn)
+    cases = []
+    for row in itertools.product(*params.values()):
+        marks = {"one_of": [pytest.mark.one_of(name).mark for name in names]}
+        case: Any = types.SimpleNamespace(nodeid="test_f[case]", added=[])
+        given = dict(zip(params, row, strict=True))
+        case.callspec = types.SimpleNamespace(params=given)
+        case.iter_markers, case.add_marker = marks.get, case.added.append
+        cases.append(case)
+    thinning.mark_all_but_one(cases, turn)
     assert {x for case in cases for x in case.added} <= {"full"}
     return [case.callspec.params for case in cases if not case.added]
 
 
-HALVES, SIZES = ["f16", "bf16"], [1, 2, 3, 4, 5, 6]
-
-
 def test_one_case_of_each_kind_is_left() -> None:
-    params = {"half": HALVES, "size": SIZES}
+    sizes = [1, 2, 3, 4, 5, 6]
+    params = {"half": ["f16", "bf16"], "size": sizes}
     now, next_turn = (left(params, "half", "no", turn=turn) for turn in (0, 1))
-    assert sorted(x["size"] for x in now) == SIZES
-    assert {x["half"] for x in now} == {*HALVES}  # not one kind everywhere
-    assert sorted(x["size"] for x in next_turn if x not in now) == SIZES
+    assert sorted(x["size"] for x in now) == sizes
+    assert {x["half"] for x in now} == {"f16", "bf16"}  # not one kind everywhere
+    assert sorted(x["size"] for x in next_turn if x not in now) == sizes
     assert len(left(params, "half", "size")) == 1
     assert len(left(params)) == 12  # without the marker
-
-
-def test_objects_are_told_apart_by_their_place_and_not_by_their_text() -> None:
-    here, elsewhere = (
-        [
-            x["half"]
-            for x in left({"half": HALVES, "x": [object() for _ in SIZES]}, "half")
-        ]
-        for _ in range(2)
-    )
-    assert here == elsewhere and len(here) == 6
+    # Objects are told apart by their place: their text differs between processes.
+    objects = {"half": params["half"], "x": [object() for _ in sizes]}
+    kept = [x["half"] for x in left(objects, "half")]
+    objects["x"] = [object() for _ in sizes]
+    assert kept == [x["half"] for x in left(objects, "half")] and len(kept) == 6

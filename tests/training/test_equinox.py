@@ -18,7 +18,6 @@ from jmp_lite import (
     StaticLossScale,
     autocast,
     get_policy,
-    numerics,
     scale_aware,
     scaled_grad,
     scaled_value_and_grad,
@@ -98,11 +97,6 @@ def test_all_is_that_of_filter_value_and_grad_times_the_scale():
         assert jax.tree.structure(found) == jax.tree.structure(expected)
         chex.assert_trees_all_close(found, times_scale(expected), rtol=1e-6)
     assert grads.mlp.activation is None
-
-
-def test_argnums_are_refused_in_the_words_of_equinox():
-    with pytest.raises(ValueError, match="`argnums` should not be passed"):
-        scaled_grad(mlp_loss, argnums=1, **filtered)
 
 
 # Train steps.
@@ -230,14 +224,6 @@ def test_autocast_takes_a_model_with_functions_in_it():
     (value, grads), (expected_value, expected) = both(mlp(), X)
     assert float(value) == pytest.approx(float(expected_value), rel=0.02)
     chex.assert_trees_all_close(grads, times_scale(expected), rtol=0.1, atol=20.0)
-
-
-def test_advise_takes_a_model_with_functions_in_it():
-    advice = numerics.advise(mlp_loss, "mixed_float16")(mlp(), X)
-    fun, arrays = of_arrays(mlp_loss, mlp())
-    expected = numerics.advise(fun, "mixed_float16")(arrays, X)
-    assert advice.code() == expected.code()
-    assert "StaticLossScale" in advice.code()
 
 
 def test_autocast_of_a_model_with_strings_in_it_says_the_way():

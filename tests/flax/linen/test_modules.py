@@ -4,10 +4,9 @@ import bitwise
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax.core import freeze
-from flax_inputs import X, all_products, dtypes, explain, products, run
+from flax_inputs import X, all_products, dtypes, explain, products
 from linen_models import EACH_ITS_OWN, KEY, Block, Deep, Mlp, init, shapes
 
 from jmp_lite import PolicyMap, get_policy
@@ -207,17 +206,6 @@ def test_parameters_that_a_call_changes_or_makes():
     assert sorted(made["params"]) == ["first", "last"]
 
 
-def test_dropout_drops_what_it_drops_without_a_policy():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.Dropout(0.5, deterministic=False)(nn.Dense(32)(x))
-            return x == 0
-
-    dropped, expected = run([with_policy(Model(), "mixed_float16"), Model()], X)
-    np.testing.assert_array_equal(dropped, expected)
-
-
 def test_lazy_init_and_shapes():
     model = with_policy(Deep(), PolicyMap("full", {"head": "half"}))
     x = jax.ShapeDtypeStruct(X.shape, X.dtype)
@@ -233,19 +221,7 @@ def test_lazy_init_and_shapes():
     assert explain(model, X)["head"].compute == "f16"
 
 
-def test_eager_is_jit_and_nothing_compiles_twice():
-    model = with_policy(Deep(), "mixed_float16")
-    variables = init(model, X)
-    traces = []
-
-    @jax.jit
-    def call(variables, x):
-        traces.append(x.shape)
-        return model.apply(variables, x)
-
-    out = call(variables, X)
-    np.testing.assert_allclose(out, model.apply(variables, X), atol=2e-3)
-    call(variables, X + 1)
-    assert len(traces) == 1
-    again = with_policy(Deep(), "mixed_float16")
-    assert (again, hash(again)) == (model, hash(model))
+def test_equal_models_under_equal_policies_are_equal():
+    """So that `jax.jit` compiles once for both."""
+    one, other = (with_policy(Deep(), "mixed_float16") for _ in range(2))
+    assert (one, hash(one)) == (other, hash(other))

@@ -40,17 +40,6 @@ def test_shared_modules_and_parameters():
     np.testing.assert_allclose(tied, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_other_methods_are_those_of_the_model():
-    class Model(Mlp):
-        def encode(self, x):
-            return self.first(x)
-
-    model = with_policy(Model(nnx.Rngs(0)), "mixed_float16")
-    assert jax.eval_shape(model.model.encode, X).dtype == jnp.float16
-    assert not hasattr(model, "encode")
-    assert model.model.first.dtype == jnp.float16
-
-
 # What a call changes.
 
 
@@ -185,14 +174,18 @@ def wide() -> Wide:
 
 @pytest.mark.filterwarnings("ignore:with_policy put no", "ignore:Matrix products in")
 @pytest.mark.filterwarnings("ignore:the default policy computes in half")
-@pytest.mark.parametrize("first", ["mixed_float16", "mixed_bfloat16", "mixed_fp8"])
-@pytest.mark.parametrize("second", ["mixed_float16", "mixed_bfloat16", "full"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("mixed_fp8", "mixed_bfloat16"), ("mixed_bfloat16", "full")],
+)
 def test_another_policy_replaces_that_of_a_model(first, second):
     rules = PolicyMap(first, {"": first})  # also overrides what the author set
     given = with_policy(wide(), rules)
     before = nnx.graphdef(given)
     again, expected = with_policy(given, second), with_policy(wide(), second)
     assert again.explain() == expected.explain()
+    activations = (m.model.cell.activation_fn for m in (again, expected))
+    assert len(set(activations)) == 1  # the first policy leaves nothing on a layer
     x = np.ones((256, 256), np.float32)
     assert str(jax.make_jaxpr(again)(x)) == str(jax.make_jaxpr(expected)(x))
     assert nnx.graphdef(given) == before
@@ -206,8 +199,10 @@ class Wrapped(nnx.Module):
         return 2 * self.base(x)
 
 
-@pytest.mark.parametrize("first", ["mixed_float16", "mixed_bfloat16", "full"])
-@pytest.mark.parametrize("second", ["mixed_float16", "mixed_bfloat16", "full"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("mixed_float16", "mixed_bfloat16"), ("mixed_bfloat16", "full"), ("full", "half")],
+)
 def test_a_policy_goes_from_layers_that_are_put_into_another_model(first, second):
     class Model(nnx.Module):
         def __init__(self, rngs):
