@@ -50,13 +50,6 @@ def laplacian(mm, w):
     return graph.sum(1, keepdims=True) * h - mm(graph, h)
 
 
-def update_of_blocks(mm, w):
-    h = first = X
-    for _ in range(3):
-        h = h + mm(jax.nn.gelu(mm(h, w)), V)
-    return mm(h - first, V)
-
-
 def gates(mm: Any, w: Any) -> Any:
     return jax.nn.sigmoid(mm(X, w) + 6)
 
@@ -71,12 +64,6 @@ def recurrence_in_scan(mm, w):
         return gate * h + x, h
 
     return lax.scan(step, jnp.zeros(N), (gates(mm, w), X.astype(w.dtype)))[1]
-
-
-def recurrence_in_fori_loop(mm, w):
-    gate, x = gates(mm, w), jnp.asarray(X, w.dtype)
-    first = jnp.zeros(N, w.dtype)
-    return lax.fori_loop(0, 64, lambda i, h: gate[i] * h + x[i], first)
 
 
 def gated_linear_attention(mm, w):
@@ -111,19 +98,14 @@ def sinkhorn(mm, w):
 
 PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "cholesky": lambda mm, w: jnp.linalg.cholesky(covariance(mm, w)),
-    "slogdet": lambda mm, w: jnp.linalg.slogdet(covariance(mm, w))[1],
-    "eigvalsh": lambda mm, w: jnp.linalg.eigvalsh(covariance(mm, w)),
     "solve": lambda mm, w: jnp.linalg.solve(covariance(mm, w), V),
     "prefix_products": prefix_products,
     "laplacian": laplacian,
-    "update_of_blocks": update_of_blocks,
     "cumprod": lambda mm, w: jnp.cumprod(gates(mm, w), 0),
     "associative_scan": associative,
     "recurrence_in_scan": recurrence_in_scan,
-    "recurrence_in_fori_loop": recurrence_in_fori_loop,
     "gated_linear_attention": gated_linear_attention,
     "difference_of_softmaxes": difference_of_softmaxes,
-    "softmax_less_its_mean": lambda mm, w: jax.nn.softmax(mm(X, w / 16)) - 1 / N,
     "sinkhorn": sinkhorn,
 }
 
