@@ -103,7 +103,6 @@ NO_DIGITS = {
     "activation": lambda h: jax.nn.gelu(h) @ W,
     "bias": lambda h: jnp.tanh(h + 1.0) @ W,
     "layer norm": lambda h: (h - h.mean(-1, keepdims=True)) @ W,
-    "variance": lambda h: h * lax.rsqrt(jnp.mean(h * h) - jnp.mean(h) ** 2 + 1) @ W,
     "softmax": lambda h: jax.nn.softmax(h) @ W,
     "relu": lambda h: jax.nn.relu(h) @ W,
     "clip": lambda h: jnp.clip(h, -1, 1) @ W,

@@ -15,7 +15,7 @@ from f16_hazards import HAZARDS
 from jax import lax
 from jax.nn import sigmoid
 
-from jmp_lite import autocast
+from jmp_lite import autocast, explain
 
 pytestmark = pytest.mark.one_of("half")
 
@@ -79,6 +79,19 @@ def test_what_saturates_keeps_its_distance_from_one(name, order, half):
     (value, grad), (exact_value, exact_grad) = jax.jit(cast)(W), exact(name)
     assert error(value, exact_value) < EPS[half] / 2
     assert error(grad, exact_grad) < 2 * EPS[half]
+
+
+def test_a_root_does_not_need_them() -> None:
+    """The root of a variance: it would keep activations before a norm in float32."""
+
+    def norm(x, w):
+        h = jax.nn.silu(x @ w)
+        mean = jnp.mean(h, -1, keepdims=True)
+        variance = jnp.mean(h * h, -1, keepdims=True) - mean * mean
+        return (h - mean) * lax.rsqrt(variance + 1e-5) @ w
+
+    report = explain(norm, POLICIES["f16"])(X @ W, jnp.eye(8))
+    assert "its distance from 1 is used" not in report.kept
 
 
 @IN_HALVES
