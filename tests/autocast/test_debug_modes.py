@@ -27,8 +27,6 @@ def root(w, x):
 # What raises without autocast, by how it is called.
 NANS: dict[str, Callable[[Any], Any]] = {
     "of_jit": lambda low: low(jax.jit(logarithm)),
-    "in_jit": lambda low: jax.jit(low(jax.jit(logarithm))),
-    "of_nested_jit": lambda low: low(jax.jit(lambda *a: jax.jit(logarithm)(*a) + 1.0)),
     "of_gradient": lambda low: low(jax.jit(jax.grad(root))),
     "gradient": lambda low: jax.grad(low(jax.jit(root))),
     "checkpoint": lambda low: low(jax.checkpoint(logarithm)),
@@ -65,23 +63,16 @@ def step(w, x):
     return w - 0.1 * jax.grad(autocast(jax.jit(loss), BF16))(w, x)
 
 
-def compared(fun: Any) -> Any:
-    return memory.compare({"a": (fun, (W, X)), "b": (jax.jit(fun), (W, X))})
-
-
 TOOLS: dict[str, Callable[[], Any]] = {
     "autocast": lambda: jax.grad(autocast(loss, BF16))(W, X),
     "sums_in_float32": lambda: jax.grad(sums_in_float32(loss))(W, X),
     "explain": lambda: explain(loss, BF16)(W, X).half_flops_share,
     "dry_run": lambda: numerics.dry_run(loss, BF16)(W, X).rows[0].primitive,
-    "dry_run_of_gradient": lambda: numerics.dry_run(jax.grad(loss), BF16)(W, X).rows[0],
     "first_nonfinite": lambda: str(numerics.first_nonfinite(loss)(W / 0, X)),
     "track_nonfinite": lambda: numerics.track_nonfinite(loss)(W, X)[1].report(),
     "advise": lambda: str(numerics.advise(loss, BF16)(W, X).policy),
     "lint": lambda: numerics.lint(step)(W, X).findings,
     "of_step": lambda: memory.of_step(step)(W, X).peak,
-    "of_jitted_step": lambda: memory.of_step(jax.jit(step))(W, X).peak,
-    "compare": lambda: str(compared(step)),
     "saved": lambda: memory.saved(autocast(loss, BF16))(W, X).rows,
 }
 

@@ -41,19 +41,14 @@ def arccos_of_a_product(w):
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "cross_entropy_by_hand": cross_entropy_by_hand,
     "log1p_of_minus_sigmoid": lambda w: jnp.log1p(-sigmoid(X @ w)),
-    "inverse_of_the_rest": lambda w: jnp.log(1 / (1 - sigmoid(X @ w))),
     "inverse_of_the_rest_before_a_product": lambda w: 1e-3 / (1 - sigmoid(X @ w)) @ V,
     "arctanh": lambda w: jnp.arctanh(0.999 * jnp.tanh(X @ w / 4)),
     "arccos_of_a_product": arccos_of_a_product,
-    "generator_loss": lambda w: jnp.log(1 - sigmoid(X @ w) + 1e-8),
     "squashed_gaussian": lambda w: jnp.log(1 - jnp.tanh(X @ w / 2) ** 2 + 1e-6),
     "gaussian_tail": lambda w: jnp.log(1 - jax.scipy.special.erf(X @ w / 6) + 1e-8),
     "fraction": lambda w: jnp.mod(10 * (X @ w), 1) ** 2,
-    "rest": lambda w: 1 - sigmoid(X @ w),
     "log_in_jit": lambda w: jax.jit(lambda p: jnp.log(1 - p))(jax.jit(sigmoid)(X @ w)),
     "log_in_scan": lambda w: -lax.map(lambda x: jnp.log(1 - sigmoid(x @ w)), X),
-    "log_in_remat": lambda w: jax.checkpoint(lambda w: jnp.log(1 - sigmoid(X @ w)))(w),
-    "log_in_vmap": lambda w: jax.vmap(lambda x: jnp.log(1 - sigmoid(x @ w)))(X),
     "log_in_cond": lambda w: lax.cond(
         X[0, 0] < 2, lambda p: jnp.log(1 - p), lambda p: p, sigmoid(X @ w)
     ),
@@ -183,30 +178,6 @@ def test_an_integer_is_a_number_like_any_other(half: str, number: Any) -> None:
     first, last = jaxprs.products(jaxprs.trace(low, W))
     assert jaxprs.is_half(last) and first.outvars[0].aval.dtype == DTYPES[half]
     assert error(low(W), fun(W)) < 2**-7
-
-
-@IN_HALVES
-def test_an_integer_that_half_does_not_hold_is_float32(half: str) -> None:
-    def fun(w, n):
-        return jnp.where(X[:, :8] > 0, X @ w, 4097), jnp.where(X[:, :8] > 0, X @ w, n)
-
-    fixed, given = autocast(fun, POLICIES[half])(W, 4099)
-    assert jnp.max(fixed) == 4097 and jnp.max(given) == 4099
-
-
-@IN_HALVES
-def test_moves_of_half_values_are_half(half: str) -> None:
-    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-
-    def fun(w):
-        h = (X @ w).at[0].set(0.0)
-        return lax.with_sharding_constraint(jax.device_put(h), rows) @ V
-
-    jaxpr = jaxprs.trace(autocast(fun, POLICIES[half]), W)
-    for move in ("scatter", "device_put", "sharding_constraint"):
-        (eqn,) = jaxprs.equations(jaxpr, move)
-        assert eqn.outvars[0].aval.dtype == DTYPES[half]
 
 
 # Results of products beyond 65504.

@@ -186,11 +186,6 @@ def _kernel(x):
     return pallas.pallas_call(double, out_shape=kind, interpret=True)(x)
 
 
-def _decomposition(x):
-    gram = jnp.matmul(x, x.T, precision="highest") + jnp.eye(4, dtype=x.dtype)
-    return jnp.linalg.cholesky(gram, symmetrize_input=False) @ x
-
-
 def _reduction_by_a_function(x):
     total = lax.reduce(x, np.float32(0), lambda a, b: a + b * b, (1,))
     return x * total[:, None]
@@ -198,7 +193,6 @@ def _reduction_by_a_function(x):
 
 BETWEEN = {
     "pallas_call": _kernel,
-    "cholesky": _decomposition,
     "cond": lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos),
     "reduce": _reduction_by_a_function,
 }

@@ -127,14 +127,11 @@ def whiles(until: Callable[[Any], Any], step: int = 1, start: int = 0) -> Any:
     ("fun", "times"),
     [
         (lambda x: repeated(5, x), 5),
-        (lambda x: repeated(jnp.int32(5), x), 5),
-        (lambda x: jax.jit(repeated)(5, x), 5),
         (lambda x: jax.jit(jax.checkpoint(repeated))(5, x), 5),
         (lambda x: jax.jvp(lambda x: repeated(5, x), (x,), (x,))[0], 5),
         (jax.vmap(lambda x: repeated(jnp.int32(5), x)), 5),
         (lambda x: lax.scan(lambda x, _: (repeated(5, x), None), x, None, 3)[0], 15),
         (whiles(lambda i: i < 5), 5),
-        (whiles(lambda i: 5 > i), 5),
         (whiles(lambda i: i <= 5), 6),
         (whiles(lambda i: i != 6, step=2), 3),
         (whiles(lambda i: i != -6, step=-2), 3),
@@ -154,11 +151,9 @@ def test_the_body_of_a_while_counts_by_its_trips(fun: Any, times: int) -> None:
     "fun",
     [
         repeated,
-        jax.jit(repeated),
         lambda n, x: whiles(lambda i: i * i < n)(x),
         lambda n, x: whiles(lambda i: i < n)(x),
         lambda n, x: whiles(lambda i: i != 5, step=2)(x),
-        lambda n, x: whiles(lambda i: i < 5, step=-1)(x),
         lambda n, x: lax.while_loop(lambda x: x[0, 0] < 5, lambda x: x @ W, x),
         lambda n, x: whiles(lambda i: i < 5, step=n)(x),
         lambda n, x: lax.while_loop(
@@ -201,37 +196,14 @@ def test_what_is_not_looked_into_is_named(fun, primitive, inner, line) -> None:
     assert reason in printed(report.table(), 300)
 
 
-def test_what_is_not_in_the_rules_is_named_and_random_bits_are_not() -> None:
+def test_what_is_not_in_the_rules_is_named_and_random_bits_and_casts_are_not() -> None:
     def fun(w, x):
         mask = jax.random.bits(jax.random.key(0), x.shape) > 9
-        return jnp.where(mask, jnp.arctan(x), 0.0) @ w
+        return jnp.where(mask, jnp.arctan(x.astype(jnp.float16).astype("f4")), 0.0) @ w
 
     report = explain(fun, "mixed_bfloat16")(W, X)
-    assert report.kept == {"not in the rules: atan": 1}
+    assert report.kept == {"not in the rules: atan": 1, "a cast of the program": 2}
     assert "1 × not in the rules: atan" in printed(report.table(), 300)
-
-
-def test_a_cast_of_the_program_is_no_gap_in_the_rules() -> None:
-    def fun(w, x):
-        return (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
-
-    report = explain(fun, "mixed_float16")(W, X)
-    assert report.kept == {"a cast of the program": 3}
-
-
-def test_a_line_has_at_most_120_columns() -> None:
-    name = "a_name_of_a_layer_that_is_quite_long"
-
-    def fun(w, x):
-        with jax.named_scope(name):
-            y = lax.sort(lax.atan2(jnp.exp(x @ w), lax.erf_inv(lax.asinh(x))))
-        return jnp.sum(jnp.tanh(y) @ w)
-
-    lines = str(explain(fun, "mixed_float16")(W, X)).splitlines()
-    assert max(map(len, lines)) <= 120
-    assert lines[3].startswith(f"{name} ") and lines[4].startswith(" ")
-    kept = " ".join(line.rpartition("  ")[2] for line in lines[3:5])
-    assert kept == "3 × unsafe in half; 1 × not in the rules: sort"
 
 
 def test_a_function_without_scopes_is_told_by_line() -> None:
@@ -239,20 +211,22 @@ def test_a_function_without_scopes_is_told_by_line() -> None:
         y = jnp.exp(x @ w)
         return jnp.log(y @ w)
 
-    cells = [
-        str(x) for x in explain(fun, "mixed_float16")(W, X).table().columns[0].cells
-    ]
+    report = explain(fun, "mixed_float16")(W, X)
     first = fun.__code__.co_firstlineno + 1
+    cells = [str(x) for x in report.table().columns[0].cells]
     assert cells == [f"test_explain.py:{first}", f"test_explain.py:{first + 1}"]
 
 
-def test_what_one_row_says_is_not_said_again() -> None:
+def test_what_one_row_says_is_not_said_again_and_a_line_has_at_most_120_columns():
     def fun(w, x):
-        return jnp.exp(x @ w)
+        with jax.named_scope("a_name_of_a_layer_that_is_quite_long"):
+            return lax.sort(lax.atan2(jnp.exp(x @ w), lax.erf_inv(lax.asinh(x))))
 
     report = explain(fun, "mixed_float16")(W, X)
-    assert str(report).count("unsafe in half") == 1
-    assert report.table(every=True).caption.plain == "1 × unsafe in half"
+    assert max(map(len, str(report).splitlines())) <= 120
+    kept = "3 × unsafe in half; 1 × not in the rules: sort"
+    assert " ".join(str(report).split()).count(kept) == 1
+    assert kept in report.table(every=True).caption.plain
 
 
 def test_an_outer_product_does_not_count() -> None:
@@ -311,26 +285,12 @@ def test_a_function_that_is_called_in_two_scopes_has_rows_in_both() -> None:
     assert found == [("a", 2, 2), ("b", 2, 2), ("b", 1, 1)]
 
 
-def test_whiles_whose_trips_are_not_known_count_for_each_call() -> None:
-    until = jnp.float32(5)
-    report = explain(nested(whiles(lambda i: i * i < until), 3), "mixed_bfloat16")(X)
-    assert report.counted_once == 8
-
-
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_the_warning_of_autocast_visits_a_function_once(is_kept: bool) -> None:
     fun = full_precision(nested(lambda x: x @ W)) if is_kept else nested(jnp.sin)
     why = f"{2**DEPTH} × full_precision" if is_kept else "it has no matrix product"
     with pytest.warns(UserWarning, match=why):
         jax.make_jaxpr(autocast(fun, "mixed_bfloat16"))(X)
-
-
-def test_what_a_function_returns_beside_arrays_is_not_explained():
-    def f(x):
-        return {"y": x @ x, "name": "f", "fun": jnp.sin, "none": None}
-
-    report = explain(f, "mixed_bfloat16")(jnp.ones((8, 8)))
-    assert [row.primitive for row in report.rows] == ["dot_general"]
 
 
 def test_products_of_what_is_not_looked_into_are_no_half_ones():

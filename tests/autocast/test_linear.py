@@ -66,29 +66,20 @@ def constant_in_scan(x):
 # Functions that are linear in an array of the shape of `X`.
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "returned": lambda x: x @ W,
-    "gain": lambda x: (x @ W) * ROW,
     "gain_between": lambda x: ((x @ W) * ROW) @ W,
-    "full_gain": lambda x: ((x @ W) * FULL) @ W,
-    "scalar": lambda x: ((x @ W) * jnp.sum(GAIN)) @ W,
     "number": lambda x: ((x @ W) * 3.0) @ W,
     "divided_by_row": lambda x: ((x @ W) / ROW) @ W,
-    "divided_by_full": lambda x: ((x @ W) / FULL) @ W,
     "residual": lambda x: (x @ W + x) @ W + x,
     "bias": lambda x: (x @ W + x[:1]) @ W,
     "mask": lambda x: (x @ W + jnp.where(MASK < 0, x, 0.0)) @ W,
-    "chosen": lambda x: jnp.where(FULL > 0.9, x @ W, x) @ W,
     "take": lambda x: jnp.take(x @ W, ROWS, axis=0) @ W,
     "take_along_axis": lambda x: jnp.take_along_axis(x @ W, ROWS[:1, None], 1) * ROW,
     "tile": lambda x: jnp.tile(x @ W, (2, 1)) @ W,
     "repeat": lambda x: jnp.repeat(x @ W, 2, axis=0) @ W,
     "resize": lambda x: jax.image.resize(x @ W, (12, 8), "nearest") @ W,
-    "broadcast": lambda x: jnp.broadcast_to((x @ W)[None], (3, 6, 8)) @ W,
     "dynamic_slice": lambda x: lax.dynamic_slice(x @ W, ROWS[:2], (3, 6)) @ W[:6],
-    "pad": lambda x: jnp.pad(x @ W, ((1, 1), (0, 0))) @ W,
     "concatenate": lambda x: jnp.concatenate([x @ W, x]) @ W,
-    "cumsum": lambda x: jnp.cumsum(x @ W, 0) @ W,
     "convolution": lambda x: convolved(convolved(x)) * ROW,
-    "einsum": lambda x: jnp.einsum("ij,k->ijk", x @ W, GAIN) * ROW[None],
     "attention": lambda x: (jax.nn.softmax(FULL @ W @ FULL.T) @ (x @ W)) * ROW,
     "segment": lambda x: ((x @ W) * jnp.exp(FULL) * ROW / FULL) @ W,
     "jit": jax.jit(lambda x: ((x @ W) * ROW) @ W),
@@ -98,7 +89,6 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     ),
     "vmap": lambda x: jax.vmap(lambda gain: ((x @ W) * gain[None]) @ W)(FULL),
     "custom_jvp": lambda x: with_a_rule(x @ W) @ W,
-    "fori_loop": lambda x: lax.fori_loop(0, 2, lambda _, h: (h @ W) * ROW, x),
     "scan": lambda x: lax.scan(lambda h, _: ((h @ W) * ROW, h), x, length=2),
     "scanned": lambda x: lax.scan(lambda s, r: (s, (r[None] @ W) * ROW), 0.0, x)[1],
     "constant_in_scan": constant_in_scan,
@@ -142,56 +132,47 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "twice": _twice,
     "rule": _rule,
     "gradient": _gradient,
-    "of_jit": lambda fun: _transpose(jax.jit(fun)),
-    "of_remat": lambda fun: _transpose(jax.checkpoint(fun)),
-    "of_tangent": lambda fun: _transpose(lambda x: jax.jvp(fun, (X,), (x,))[1]),
-    "in_vmap": _mapped(_transpose),
     "rule_in_vmap": _mapped(_rule),
 }
-_SHORT = ("transpose", "twice", "rule")
 
 
-def transposed(fun: Any, ways: Any) -> Any:
-    """Return a function transposed in some ways, in one program."""
+def transposed(fun: Any) -> Any:
+    """Return a function transposed in each way, in one program."""
     ct = jax.tree.map(
         lambda x: jnp.asarray(0.5 + np.arange(x.size).reshape(x.shape) % 7, x.dtype),
         jax.eval_shape(fun, X),
     )
-    return jax.jit(lambda x: {way: WAYS[way](fun)(x, ct) for way in ways})(X)
+    return jax.jit(lambda x: {name: way(fun)(x, ct) for name, way in WAYS.items()})(X)
 
 
 @IN_HALVES
 @pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize(
-    "ways", [_SHORT, pytest.param(tuple(WAYS), marks=pytest.mark.full)], ids=len
-)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_is_linear_is_transposed(name, ways, recompute, half) -> None:
+def test_what_is_linear_is_transposed(name, recompute, half) -> None:
     fun = PROGRAMS[name]
     low = autocast(fun, POLICIES[half], recompute=recompute)
-    found, expected = transposed(low, ways), transposed(fun, ways)
+    found, expected = transposed(low), transposed(fun)
     errors = jax.tree.map(lambda *pair: largest_error(*pair), found, expected)
     assert largest_error(found, expected) < BOUND[half], errors
 
 
 @IN_HALVES
-@pytest.mark.parametrize("name", ["gain_between", "take", "scan", "shard_map"])
+@pytest.mark.parametrize("name", ["gain_between", "scan", "shard_map"])
 def test_transposes_inside_and_with_float32_gradients(name, half) -> None:
     fun = PROGRAMS[name]
-    expected = transposed(fun, _SHORT)
+    expected = transposed(fun)
     reduce = autocast(fun, f"{POLICIES[half]},reduce=float32")
-    assert largest_error(transposed(reduce, _SHORT), expected) < BOUND[half]
-    inside = autocast(lambda: transposed(fun, _SHORT), POLICIES[half])
+    assert largest_error(transposed(reduce), expected) < BOUND[half]
+    inside = autocast(lambda: transposed(fun), POLICIES[half])
     assert largest_error(inside(), expected) < BOUND[half]
 
 
 @IN_HALVES
-@pytest.mark.parametrize("name", ["gain_between", "bias", "mask", "take"])
-def test_transposes_without_jit(name, half) -> None:
-    fun = PROGRAMS[name]
+def test_transposes_without_jit(half) -> None:
+    fun = PROGRAMS["mask"]
     with jax.disable_jit():
-        found = transposed(autocast(fun, POLICIES[half]), _SHORT)
-        assert largest_error(found, transposed(fun, _SHORT)) < BOUND[half]
+        found = transposed(autocast(fun, POLICIES[half]))
+        assert largest_error(found, transposed(fun)) < BOUND[half]
 
 
 @IN_HALVES
@@ -203,7 +184,7 @@ def test_what_is_cast_by_hand_is_transposed(half) -> None:
 
     for reduce_dtype in (None, "float32"):
         low = sums_in_float32(by_hand, reduce_dtype)
-        found, expected = (transposed(fun, WAYS) for fun in (low, by_hand))
+        found, expected = (transposed(fun) for fun in (low, by_hand))
         assert largest_error(found, expected) < BOUND[half]
 
 
@@ -222,8 +203,6 @@ def test_products_in_fp8_are_transposed() -> None:
 SPD = 2 * jnp.eye(8) + W @ W.T
 SOLVERS: dict[str, Any] = {
     "cg": linalg.cg,
-    "bicgstab": linalg.bicgstab,
-    "gmres": linalg.gmres,
     "custom_linear_solve": lambda matvec, b: (
         lax.custom_linear_solve(
             matvec,

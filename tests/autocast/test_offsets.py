@@ -49,11 +49,8 @@ ANCHOR = np.array([1000, 1000, 1008, 1012], np.float32)
 TOKENS, QKV = _normal(4, 32, IN), _normal(3, IN, IN) / np.sqrt(IN)
 SLOPES = 4 * np.arange(32, dtype=np.float32)[None]
 TIMES = 4096 + np.arange(OUT, dtype=np.float32)
-PRIORS = np.geomspace(1e-20, 1, OUT).astype(np.float32)
-TEMPERATURE = np.float32(0.07)
 TOKENS_OF_ONE_SIGN, SATURATING = abs(_normal(32, IN)), _normal(IN, IN)
 W_OF_ONE_SIGN, B_OF_ONE_SIGN, V_OF_ONE_SIGN = abs(W), abs(W[0]), abs(V)
-LABELS = _rng.integers(0, OUT, (ROWS, 1)).astype(np.int32)  # in x64 mode as well
 
 
 # Losses. Their arguments are their defaults.
@@ -74,11 +71,6 @@ def position_bias(qkv=QKV, bias=SLOPES):
     return jnp.mean((jax.nn.softmax(logits, -1) @ v) ** 2)
 
 
-def large_class_biases(w=W, b: Any = 1000 + V[:, 0]):
-    found = jax.nn.log_softmax(X @ w + b, -1)
-    return -jnp.mean(jnp.take_along_axis(found, LABELS, 1))
-
-
 def in_scan(w=W, b=BIASES):
     def step(total, x):
         return total + jnp.mean((x @ w + b - 5000) ** 2), None
@@ -91,19 +83,9 @@ def huber(w=W, b=BIASES):
     return jnp.mean(jnp.where(abs(off) < 1, off**2 / 2, abs(off) - 0.5))
 
 
-def in_two_losses(w=W, b=BIASES, v=V):
-    h = X @ w + b
-    return _squared(h) + jnp.mean((h @ v) ** 2) * 1e-6
-
-
 def kl_divergence(w=W, v=REVERSED):
     mean, s = X @ v / 10, X @ w / 10
     return -jnp.mean(1 + s - mean**2 - jnp.exp(s)) / 2
-
-
-def likelihood(w=W, v=REVERSED):
-    sigma = jax.nn.softplus(X @ v) + 1e-3
-    return jnp.mean((((FAR - 5000) - X @ w) / sigma) ** 2 / 2 + jnp.log(sigma))
 
 
 def sides(v=REVERSED):
@@ -136,68 +118,33 @@ def relu_of_sum(h):
     return jax.nn.relu(h + 2000) - 2000
 
 
-_NAMED = [boxes, position_bias, large_class_biases, in_scan, huber, sides]
-_NAMED += [in_two_losses, kl_divergence, likelihood, variance_of_two]
+_NAMED = [boxes, position_bias, in_scan, huber, kl_divergence, sides, variance_of_two]
 PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} | {
     "boxes_of_constants": lambda w=W4: boxes(w),
     "number": lambda w=W: _squared(X @ w + 5000),
     "bias": lambda w=W, b=BIASES: _squared(X @ w + b),
-    "mean_of_targets": lambda w=W, b=BIASES[:1]: _squared(X @ w + b),
-    "mean_and_deviation": lambda w=W, b=BIASES, s=V[0, 0]: _squared(X @ w * s + b),
-    "value_head": lambda w=W, b=BIASES[0]: jnp.mean(
-        ((X @ w)[:, 0] + b - FAR[:, 0]) ** 2
-    ),
     "timestamps": lambda w=W, t=TIMES: jnp.mean((jnp.diff(X @ w + t) - 1) ** 2),
-    "position_bias_of_constants": lambda qkv=QKV: position_bias(qkv),
-    "class_priors": lambda w=W, p=PRIORS: large_class_biases(w, jnp.log(p)),
-    "temperature": lambda w=W, t=TEMPERATURE: large_class_biases(w / t, 0),
-    "in_remat": lambda w=W, b=BIASES: jax.checkpoint(
-        lambda w, b: jnp.mean((X @ w + b - 5000) ** 2)
-    )(w, b),
     "in_cond": lambda w=W, b=BIASES: _squared(
         lax.cond(b[0] > 0, lambda h: h + b, lambda h: h - b, X @ w)
     ),
-    "in_jit": lambda w=W, b=BIASES: _squared(jax.jit(jnp.add)(X @ w, b)),
-    "in_vmap": lambda w=W, b=BIASES: jnp.mean(
-        jax.vmap(lambda x: (x @ w + b - 5000) ** 2)(X)
-    ),
     "relu": lambda w=W, b=BIASES: _squared(jax.nn.relu(X @ w + b)),
     "near_one": lambda w=W: near_one(jnp.exp(X @ w)),
-    "inverse_near_one": lambda w=W: near_one((X @ w) ** 2),
-    "kl_divergence_near_0": lambda w=W / 10, v=W[::-1] / 10: kl_divergence(w, v) * 1e3,
     "difference": lambda w=W, v=REVERSED: jnp.mean(
         ((X @ w + 300) - (X @ v + 300)) ** 2
-    ),
-    "pairs": lambda w=W: (
-        -jnp.mean(jax.nn.log_sigmoid((X @ w + 300) - (X[::-1] @ w + 300)))
     ),
     "survival": lambda w=W: jnp.mean(
         jnp.log(1 - jnp.prod(jax.nn.sigmoid(abs(X) @ abs(w) + 1), -1))
     ),
-    "temporal_difference": lambda w=W: jnp.mean(
-        (X @ w + 100 - 0.99 * (X[::-1] @ w + 100) - WEIGHTS) ** 2
-    ),
     "undone": undone(relu_of_sum),
-    "undone_of_one_sign": lambda w=W_OF_ONE_SIGN, b=B_OF_ONE_SIGN, v=V_OF_ONE_SIGN: (
-        jnp.mean((relu_of_sum(abs(X) @ w + b) @ v) ** 2)
-    ),
     "undone_subtraction": undone(lambda h: 2000 - jax.nn.relu(2000 - h)),
     "undone_choice": undone(lambda h: jnp.where(h > 0, h + 2000, 2000) - 2000),
     "undone_factor": undone(lambda h: jax.nn.leaky_relu(h * 1e5) * 1e-5),
-    "undone_in_remat": undone(relu_of_sum, jax.checkpoint),
-    "undone_in_vmap": undone(
-        relu_of_sum, lambda fun: jax.vmap(fun, (None, 1), out_axes=1)
-    ),
     "undone_in_scan": undone(
         lambda h: lax.map(relu_of_sum, h.reshape(8, -1, OUT)).reshape(ROWS, OUT)
     ),
     "angles": lambda w=W: jnp.mean(jnp.sin(3 * (X @ w + 10)) * WEIGHTS),
-    "turns": lambda w=W: jnp.mean(jnp.cos(2 * np.pi * (X @ w + 40)) * WEIGHTS),
     "tan": lambda w=W: jnp.mean(jnp.tan(0.2 * (X @ w) + 3.1) * WEIGHTS),
 }
-# The product's own rounding is a part of an angle, as with casts by hand: of the value,
-# which nearly cancels, and of the gradient.
-ANGLES = ("angles", "turns")
 
 
 def _loss(fun: Any) -> Any:
@@ -230,19 +177,19 @@ def test_what_is_added_to_a_product_keeps_its_digits(name, order, half):
         inside = jax.value_and_grad(_loss(fun), tuple(range(len(args))))
         value, grads = jax.jit(low(inside, half))(*args)
     exact_value, exact_grads = exact(name)
-    if name not in ANGLES:
+    # The product's own rounding is a part of an angle, as with casts by hand: of the
+    # value, which nearly cancels, and of the gradient.
+    if name != "angles":
         assert error(value, exact_value) < 0.01
     assert largest_error(grads, exact_grads) < 0.03
 
 
-@pytest.mark.one_of("size")
 @IN_MODES
-@pytest.mark.parametrize("size", [8, 16, 32])
-def test_saturated_attention_has_the_gradient_of_casts_by_hand(size, half):
+def test_saturated_attention_has_the_gradient_of_casts_by_hand(half):
     # Half probabilities do not sum to 1: what their gradients have in common must not
     # depend on it. Values of one sign have much in common.
     dtype = DTYPES[half.split()[0]]
-    tokens, w = TOKENS_OF_ONE_SIGN[:size], 12 * SATURATING / IN
+    tokens, w = TOKENS_OF_ONE_SIGN, 12 * SATURATING / IN
 
     def loss(w, cast=lambda x: x):
         x = tokens.astype(w.dtype)
@@ -337,13 +284,11 @@ def test_what_is_added_to_an_argument_far_from_zero_keeps_its_digits(reader, hal
     assert error(low(blocks, half)(*args), expected) < 2e-2
 
 
-SMALL = {"array": np.full(OUT, 1e-8, np.float32), "number": np.float32(1e-9)}
 ZEROS = np.where(_rng.uniform(size=(ROWS, OUT)) < 0.5, 0, 1).astype(np.float32)
 GUARDED: dict[str, Callable[[Any, Any], Any]] = {
     "added": lambda h, eps: h / (h + eps),
     "maximum": lambda h, eps: h / jnp.maximum(h, eps),
     "chosen": lambda h, eps: h / jnp.where(h == 0, eps, h),
-    "root": lambda h, eps: h / jnp.sqrt(h**2 + eps),
     "logarithm": lambda h, eps: (1 - h) * jnp.log(h + eps),
     "product": lambda h, eps: h / (h * 0 + eps + 1e-3 * h),
 }
@@ -352,13 +297,13 @@ GUARDED: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.one_of("eps")
 @IN_MODES
 @pytest.mark.parametrize("given", ["argument", "constant"])
-@pytest.mark.parametrize("eps", SMALL)
+@pytest.mark.parametrize("eps", [np.full(OUT, 1e-8, np.float32), np.float32(1e-9)])
 @pytest.mark.parametrize("name", GUARDED)
 def test_an_eps_that_half_cannot_hold_guards_a_division(name, eps, given, half):
     def fun(w, eps):
         return jnp.mean((GUARDED[name](ZEROS @ w, eps) @ V) ** 2)
 
-    w, eps = np.eye(OUT, dtype=np.float32), SMALL[eps]
+    w = np.eye(OUT, dtype=np.float32)
     is_known = given == "constant"
     found = low(lambda w: fun(w, eps), half)(w) if is_known else low(fun, half)(w, eps)
     assert error(found, fun(w, eps)) < 0.01
@@ -372,36 +317,6 @@ def test_a_factor_that_half_cannot_hold_is_multiplied_in_float32(size, half):
 
     w, s = jnp.asarray(1e-4 * W), jnp.full(size, 1e5, jnp.float32)
     assert error(low(fun, half)(w, s), fun(w, s)) < 0.01
-
-
-@IN_MODES
-@pytest.mark.parametrize("rows", ["some", "all"])
-def test_a_mask_of_large_numbers_makes_no_nan(rows, half):
-    def added(h, mask):
-        return jax.nn.softmax(h @ h.T / OUT + mask, -1) @ h
-
-    def chosen(h, mask):
-        return jax.nn.softmax(jnp.where(mask < 0, mask, h @ h.T / OUT), -1) @ h
-
-    def read_in_half(h, mask):
-        logits = h @ h.T / OUT + mask
-        return jnp.maximum(logits - jnp.max(logits, -1, keepdims=True), -5) @ h / ROWS
-
-    mask = np.full((1, ROWS), -1e9, np.float32)
-    if rows == "some":
-        mask[:, :9] = 0
-
-    for fun in (added, chosen, read_in_half):
-
-        def loss(w, mask, fun=fun):
-            return SCALE * jnp.mean(fun(X @ w, mask) ** 2)
-
-        value, grad = gradients(low(loss, half), W, mask)
-        assert jnp.isfinite(value) and jnp.all(jnp.isfinite(grad[0])), fun
-        if fun is not read_in_half or rows == "some":
-            exact_value, exact_grad = gradients(loss, W, mask)
-            assert error(value, exact_value) < 0.01
-            assert error(grad[0], exact_grad[0]) < 0.03
 
 
 @pytest.mark.parametrize("half_results", [False, True])
@@ -463,14 +378,13 @@ _log_of_product_by_vjp.defvjp(_forward, _backward)
 
 
 @IN_HALVES
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("fun", [_log_of_product, _log_of_product_by_vjp])
-def test_a_rule_for_derivatives_has_the_results_of_where_it_stands(fun, wrap, half):
+def test_a_rule_for_derivatives_has_the_results_of_where_it_stands(fun, half):
     # Products of 1e6: the safe form has them in float32, also in the rule.
     x, w = 300 * abs(X), 200 * abs(W)
 
     def loss(x, w):
-        return 2.0**14 * jnp.mean(wrap(fun)(x, w))
+        return 2.0**14 * jnp.mean(fun(x, w))
 
     safe = autocast(loss, POLICIES[half], half_results=False)
     found, expected = (gradients(f, x, w) for f in (safe, loss))

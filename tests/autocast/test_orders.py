@@ -56,12 +56,11 @@ def test_a_product_is_made_in_the_order_in_which_it_is_read(spec, made, policy):
 
 @pytest.mark.one_of("policy")
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("spec", ["bsgd,btgd->bgst", "sud,tvd->sutv"])
-def test_an_order_changes_no_number(spec, policy):
+def test_an_order_changes_no_number(policy):
     """Whatever the order, and under `vmap` and in gradients, of one sign here."""
-    parts, letters = spec.split("->")
+    parts, letters = "bsgd,btgd", "bgst"
     orders = ["".join(order) for order in itertools.permutations(letters)]
-    lhs, rhs = map(np.abs, _operands(spec))
+    lhs, rhs = map(np.abs, _operands(f"{parts}->{letters}"))
     weights = _rng.uniform(size=[SIZES[i] for i in letters])
 
     def gradients(cast, dtype, orders):

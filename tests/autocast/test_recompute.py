@@ -60,12 +60,11 @@ MODELS = {
     "layer_norm": _layer_norm,
     "rms_norm_and_silu": _rms_norm_and_silu,
     "gated": lambda w, gain, x: (jax.nn.silu(x @ w[0]) * (x @ w[1]) * gain) @ w[0],
-    "softplus": lambda w, gain, x: jax.nn.softplus(x @ w[0] * gain) @ w[1],
 }
 # Their second product has a half result: what it reads of an activation is made again.
 BEFORE_A_PRODUCT = {
     f"{name} before a product": _before_a_product(MODELS[name])
-    for name in ("gelu", "gated", "softplus")
+    for name in ("gelu", "gated")
 }
 MODELS |= BEFORE_A_PRODUCT
 # How many half arrays of the size of the activations a backward pass keeps: what
@@ -108,36 +107,6 @@ def test_the_backward_pass_keeps_half_values_that_are_stored_anyway(name, half):
     assert len(held(recompute=False)) > KEPT[name]
 
 
-@pytest.mark.parametrize("half", HALVES)
-def test_a_norm_alone_is_computed_again_in_a_loop(half):
-    """Elsewhere XLA does that by itself, of sums and products of arrays."""
-    w, gain, x = _arguments()
-    fun = _in_scan(lambda *args: _layer_norm(*args) @ args[0][1])
-    of_norm, without = (
-        kept(autocast(fun, f"mixed_{half}", recompute=on), w, gain, x, size=2 * x.size)
-        for on in (None, False)
-    )
-    assert "float32" in without and {*of_norm} == {half}
-
-
-# What an activation makes for one product is made again, no product is.
-READ_BY_OTHERS = {
-    "a sum": lambda h, w: h @ w[1] + h,
-    "two products": lambda h, w: h @ w[0] + h @ w[1],
-}
-
-
-@pytest.mark.parametrize("name", READ_BY_OTHERS)
-def test_an_activation_that_others_read_is_kept(name):
-    def fun(w, gain, x):
-        return READ_BY_OTHERS[name](jax.nn.gelu(x @ w[0]), w)
-
-    of_one, of_others = (
-        _kept(_before_a_product(f)).count("bfloat16") for f in (_gelu, fun)
-    )
-    assert of_others == of_one + 1
-
-
 def test_an_activation_that_is_returned_is_a_result():
     def fun(w, gain, x):
         h = jax.nn.gelu(x @ w[0])
@@ -152,40 +121,59 @@ def test_an_activation_that_is_returned_is_a_result():
     assert error(h, of_fun) < 0.01
 
 
-def test_an_activation_of_a_sum_along_rows_keeps_the_sum():
-    def fun(w, gain, x):
-        return jax.nn.gelu(jnp.cumsum(x @ w[0], -1)) @ w[1] @ w[0]
-
-    found = _kept(fun, "mixed_float16", half_results=False)
-    assert found == ["float16", "float16", "float32"]
+def _dropped_out(w, gain, x):
+    h = jax.nn.gelu(x @ w[0] + gain)
+    is_kept = jax.random.bernoulli(jax.random.key(1), 0.9, h.shape)
+    return jnp.where(is_kept, h / 0.9, 0.0) @ w[1] @ w[0]
 
 
-def test_an_operand_of_fp8_is_not_made_again():
-    def fun(w, gain, x):
-        return jax.nn.gelu(x @ w[0]) @ w[1] @ w[0]
-
-    with pytest.warns(UserWarning, match="fp8 is slower"):
-        found = _kept(fun, "mixed_fp8", fp8_min_size=16)
-    assert found == ["bfloat16", *["float8_e4m3fn"] * 3]
+SAFE = {"policy": "mixed_float16", "half_results": False}
+FP8 = {"policy": "mixed_fp8", "fp8_min_size": 16}
 
 
-def test_masks_of_dropout_are_kept_as_bools():
-    def fun(w, gain, x):
-        h = jax.nn.gelu(x @ w[0] + gain)
-        is_kept = jax.random.bernoulli(jax.random.key(1), 0.9, h.shape)
-        return jnp.where(is_kept, h / 0.9, 0.0) @ w[1] @ w[0]
-
-    assert _kept(fun) == ["bfloat16"] * 3 + ["bool"]
+@pytest.mark.filterwarnings("ignore:Matrix products in fp8")
+@pytest.mark.parametrize(
+    ("fun", "options", "expected"),
+    [
+        # What an activation makes for one product is made again, no product is.
+        (_before_a_product(_gelu), {}, ["bfloat16"] * 3),
+        (
+            lambda w, gain, x: ((h := jax.nn.gelu(x @ w[0])) @ w[1] + h) @ w[1],
+            {},
+            ["bfloat16"] * 4,
+        ),
+        (
+            lambda w, gain, x: ((h := jax.nn.gelu(x @ w[0])) @ w[0] + h @ w[1]) @ w[1],
+            {},
+            ["bfloat16"] * 4,
+        ),
+        (
+            lambda w, gain, x: jax.nn.gelu(jnp.cumsum(x @ w[0], -1)) @ w[1] @ w[0],
+            SAFE,
+            ["float16", "float16", "float32"],
+        ),
+        (
+            lambda w, gain, x: jax.nn.gelu(x @ w[0]) @ w[1] @ w[0],
+            FP8,
+            ["bfloat16", *["float8_e4m3fn"] * 3],
+        ),
+        (_dropped_out, {}, ["bfloat16"] * 3 + ["bool"]),
+    ],
+    ids=["one product", "a sum", "two products", "cumsum", "fp8", "dropout"],
+)
+def test_what_is_kept_of_an_activation(fun, options, expected):
+    assert _kept(fun, **options) == expected
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", REDUCE_FLOAT32])
-@pytest.mark.parametrize("name", BEFORE_A_PRODUCT)
-def test_no_product_is_computed_again(name, policy):
+def test_no_product_is_computed_again(policy):
+    model = MODELS["gated before a product"]
+
     def count(fun):
         grad = jax.jit(jax.grad(functools.partial(_loss, fun), (0, 2)))
         return str(grad.lower(*_arguments()).compile().as_text()).count(" dot(")
 
-    assert count(autocast(MODELS[name], policy)) == count(MODELS[name])
+    assert count(autocast(model, policy)) == count(model)
 
 
 def test_an_activation_reads_in_float32_what_its_product_reads_in_half():
@@ -243,8 +231,9 @@ def test_one_switch_turns_it_off(monkeypatch):
         lambda w, gain, x: jax.nn.relu(x @ w[0] + gain) @ w[1],
         lambda w, gain, x: (x @ w[0] + gain) * 0.5 @ w[1],
         lambda w, gain, x: (x @ w[0] + x @ w[1]) @ w[0],
+        _layer_norm,  # XLA does that by itself, of sums and products of arrays
     ],
-    ids=["relu", "linear", "residual"],
+    ids=["relu", "linear", "residual", "norm"],
 )
 def test_what_keeps_nothing_of_its_own_is_not_computed_again(fun):
     assert not _is_recomputed(fun)
@@ -290,16 +279,6 @@ in_each_transformation = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.one_of("name")
-@in_each_transformation
-@pytest.mark.parametrize("name", ["gelu before a product", "rms_norm_and_silu"])
-def test_gradients_are_right_under_every_transformation(around, name):
-    model = MODELS[name]
-    expected = _exact(model, 2 if around is _in_scan else 1)
-    low = autocast(around(model), "mixed_bfloat16")
-    assert _error(low, expected, *_arguments()) < 0.03
-
-
 def _layers(w, gain, x, count=2, inside="norm", number=lambda i: 0.5):
     for i in range(count):
         with jax.named_scope(f"layer_{i}"):
@@ -327,39 +306,22 @@ def test_equal_layers_share_what_is_computed_again():
     assert places == {*layers, *(f"{layer}/norm" for layer in layers)}
 
 
+@pytest.mark.one_of("model")
 @in_each_transformation
-def test_equal_layers_have_gradients_of_their_own(around):
-    expected = _exact(_layers, 2 if around is _in_scan else 1)
-    low = autocast(around(_layers), "mixed_float16")
-    assert _error(low, expected, *_arguments()) < 0.01
-
-
-def _on_two_lines(w, gain, x):
-    x = jax.nn.silu(rms_norm(x @ w[0]))
-    x = jax.nn.silu(rms_norm(x @ w[1]))
-    return x @ w[0]
-
-
-def _of_two_rules(w, gain, x):
-    for i in range(2):
-        swish = jax.custom_jvp(lambda x: x * jax.nn.sigmoid(x))
-        swish.defjvps(lambda t, _, x, i=i: (i + 1) * t)
-        x = swish(rms_norm(x @ w[i]))
-    return x @ w[0]
+@pytest.mark.parametrize(
+    "model", [MODELS["gelu before a product"], _rms_norm_and_silu, _layers]
+)
+def test_gradients_are_right_under_every_transformation(around, model):
+    expected = _exact(model, 2 if around is _in_scan else 1)
+    low = autocast(around(model), "mixed_bfloat16")
+    assert _error(low, expected, *_arguments()) < 0.03
 
 
 @pytest.mark.parametrize(
-    "fun",
-    [
-        _of_two_rules,
-        functools.partial(_layers, inside="norm_{}"),
-        functools.partial(_layers, number=lambda i: 0.5 + i),
-        _on_two_lines,
-    ],
-    ids=["rule", "scope", "number", "line"],
+    "change", [{"inside": "norm_{}"}, {"number": lambda i: 0.5 + i}], ids=list
 )
-def test_layers_that_differ_share_nothing(fun):
-    of_each = _computed_again(fun)
+def test_layers_that_differ_share_nothing(change):
+    of_each = _computed_again(functools.partial(_layers, **change))
     assert len(of_each) == len({eqn.params["jaxpr"] for eqn in of_each}) == 2
 
 
@@ -368,7 +330,9 @@ def test_layers_that_differ_share_nothing(fun):
     ("half", "half_results"),
     [("bfloat16", True), ("float16", True), ("float16", None)],
 )
-@pytest.mark.parametrize("name", [*MODELS, "equal layers"])
+@pytest.mark.parametrize(
+    "name", ["gated", "layer_norm", "gelu before a product", "equal layers"]
+)
 def test_gradients_of_one_sign_are_summed_in_float32(name, half, half_results):
     """In bfloat16, a sum of more than 256 equal terms stops growing."""
     w, gain, x = map(jnp.abs, _arguments())
@@ -408,7 +372,7 @@ def test_ordered_effects_keep_their_order():
     assert seen == ["result", "input"]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["layer_norm", "gated before a product"])
 def test_derivatives_of_gradients_have_every_term(name):
     args = _arguments()
 
@@ -431,39 +395,28 @@ def test_derivatives_of_gradients_have_every_term(name):
         assert error(tangents, along) < 0.02
 
 
-def test_values_do_not_depend_on_whether_a_gradient_is_taken():
-    args = _arguments()
-    fun = autocast(functools.partial(_loss, _gelu), "mixed_bfloat16")
-    value, _ = gradients(fun, *args)
-    # XLA leaves out some casts to half and back, beside a backward pass others.
-    for alone in (jax.jit(fun), fun):
-        np.testing.assert_allclose(alone(*args), value, rtol=1e-3)
-
-
 @pytest.mark.parametrize("half", HALVES)
-def test_save_products_computes_no_product_again(half):
-    def products(policy: Any) -> int:
-        fun = jax.checkpoint(_gelu, policy=policy) if policy else _gelu
-        return len(jaxprs.products(jaxprs.trace(_grad(fun, half), *_arguments())))
-
-    everything = jax.checkpoint_policies.nothing_saveable
-    assert products(memory.save_products) == products(None) < products(everything)
-
-
-def test_save_products_keeps_statistics_and_no_activation():
+def test_save_products_keeps_products_and_statistics_and_no_activation(half):
     args = _arguments()
-    fun = jax.checkpoint(_rms_norm_and_silu, policy=memory.save_products)
-    grad = _grad(fun)
-    plain = jax.grad(functools.partial(_loss, _rms_norm_and_silu))
-    assert _primitives(grad, *args).count("logistic") == 2
-    assert _primitives(plain, *args).count("logistic") == 1
 
-    def sums(fun: Any) -> int:
-        found = jaxprs.equations(jaxprs.trace(fun, *args), "reduce_sum")
-        return sum(eqn.outvars[0].aval.shape == args[-1].shape[:-1] for eqn in found)
+    def counts(policy: Any) -> tuple[int, int, int]:
+        """Return how many products, activations and sums over rows there are."""
+        model = _rms_norm_and_silu
+        fun = jax.checkpoint(model, policy=policy) if policy else model
+        trace = jaxprs.trace(_grad(fun, half, recompute=False), *args)
+        sums = jaxprs.equations(trace, "reduce_sum")
+        return (
+            len(jaxprs.products(trace)),
+            len(jaxprs.equations(trace, "logistic")),
+            sum(eqn.outvars[0].aval.shape == args[-1].shape[:-1] for eqn in sums),
+        )
 
-    again = _grad(jax.checkpoint(_rms_norm_and_silu))
-    assert sums(grad) == sums(plain) < sums(again)
+    products, activations, sums = counts(memory.save_products)
+    of_all, _, sums_of_all = counts(jax.checkpoint_policies.nothing_saveable)
+    of_none, activations_of_none, sums_of_none = counts(None)
+    assert products == of_none < of_all
+    assert (activations, activations_of_none) == (2, 1)
+    assert sums == sums_of_none < sums_of_all
 
 
 @pytest.mark.parametrize("half", HALVES)

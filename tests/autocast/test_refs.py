@@ -29,18 +29,6 @@ def fori_loop(x, w):
     return lax.fori_loop(0, 3, body, x) + total[...]
 
 
-def while_loop(x, w):
-    total = jax.new_ref(jnp.zeros_like(x))
-
-    def body(state):
-        i, h = state
-        total[...] += h
-        return i + 1, jnp.tanh(h @ w)
-
-    h = lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]
-    return h + jax.freeze(total)
-
-
 def scan(x, w):
     seen = jax.new_ref(jnp.zeros((3, *x.shape)))
 
@@ -49,15 +37,6 @@ def scan(x, w):
         return jnp.tanh(h @ w), jnp.sum(seen[i])
 
     return *lax.scan(body, x, jnp.arange(3)), seen[...]
-
-
-def made_in_scan(x, w):
-    def body(h, _):
-        ref = jax.new_ref(h @ w)
-        ref[...] = jnp.tanh(ref[...] @ w)
-        return ref[...], None
-
-    return lax.scan(body, x, length=2)[0]
 
 
 def weight_in_ref(x, w):
@@ -74,17 +53,6 @@ def in_jit(x, w):
         return jnp.tanh(ref[...]) @ w
 
     return add(ref, add(ref, x)) + ref[...]
-
-
-def closed_over(x, w):
-    ref = jax.new_ref(jnp.zeros_like(x))
-
-    @jax.jit
-    def add(x):
-        ref[...] += x @ w
-        return jnp.tanh(ref[...]) @ w
-
-    return add(add(x)) + ref[...]
 
 
 def in_switch(x, w):
@@ -112,16 +80,6 @@ def in_half(x, w):
     return sum(ref[...].astype(jnp.float32) @ w for _ in range(4))
 
 
-def counter(x, w):
-    count = jax.new_ref(jnp.int32(0))
-
-    def body(_, h):
-        count[...] += 1
-        return jnp.tanh(h @ w) * count[...].astype(jnp.float32)
-
-    return lax.fori_loop(0, 2, body, x)
-
-
 def in_shard_map(x, w):
     def total(x, w):
         ref = jax.new_ref(jnp.zeros_like(x))
@@ -141,16 +99,12 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     fun.__name__: fun
     for fun in (
         fori_loop,
-        while_loop,
         scan,
-        made_in_scan,
         weight_in_ref,
         in_jit,
-        closed_over,
         in_switch,
         statistics,
         in_half,
-        counter,
         in_shard_map,
     )
 }
@@ -174,15 +128,11 @@ def _scanned(fun: Any) -> Any:
 # How a function with a half dtype is called, by what is done inside and outside.
 WAYS: dict[str, Callable[[Any, Any], Any]] = {
     "jit": lambda low, fun: low(fun),
-    "of_jit": lambda low, fun: low(jax.jit(fun)),
     "gradient": lambda low, fun: _gradient(low(fun)),
     "of_gradient": lambda low, fun: low(_gradient(fun)),
-    "of_remat": lambda low, fun: low(_gradient(jax.checkpoint(fun))),
-    "in_vmap": lambda low, fun: _mapped(low(fun)),
     "of_vmap": lambda low, fun: low(_mapped(fun)),
     "of_scan": lambda low, fun: low(_scanned(fun)),
 }
-_SHORT = ("jit", "gradient")
 
 
 def _values(fun: Any, way: str, low: Any) -> Any:
@@ -195,15 +145,12 @@ def _values(fun: Any, way: str, low: Any) -> Any:
 
 
 @IN_HALVES
-@pytest.mark.parametrize(
-    "ways", [_SHORT, pytest.param(tuple(WAYS), marks=pytest.mark.full)], ids=len
-)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_is_read_of_refs_is_cast(name, ways, half):
+def test_what_is_read_of_refs_is_cast(name, half):
     def low(fun):
         return autocast(fun, POLICIES[half])
 
-    errors = {way: _values(PROGRAMS[name], way, low) for way in ways}
+    errors = {way: _values(PROGRAMS[name], way, low) for way in WAYS}
     known = {way: e for way, e in errors.items() if e is not None}
     assert "jit" in known
     assert all(e < 0.05 for e in known.values()), errors
@@ -232,7 +179,7 @@ def test_a_ref_may_be_an_argument(half):
 
 
 @IN_HALVES
-@pytest.mark.parametrize("name", ["fori_loop", "scan", "in_jit", "in_half"])
+@pytest.mark.parametrize("name", ["scan", "in_jit"])
 def test_sums_in_float32_of_refs(name, half):
     def by_hand(x, w):
         low = (a.astype(DTYPES[half]).astype(jnp.float32) for a in (x, w))
@@ -243,7 +190,7 @@ def test_sums_in_float32_of_refs(name, half):
     assert largest_error(found, expected) < 0.01
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", ["scan", "in_jit", "in_half", "in_shard_map"])
 def test_tools_take_functions_with_refs(name):
     fun = PROGRAMS[name]
     report = explain(fun, "mixed_bfloat16")(X, W)

@@ -73,23 +73,18 @@ def _of_an_ensemble(w, x):
     return jnp.broadcast_to(x @ w, (TIMES, *x.shape)) @ members
 
 
-def _of_two_products(w, x):
-    repeated = jnp.repeat(x @ w, TIMES, axis=1)
-    return repeated @ w[:, 1:] + repeated @ w.T[:, 1:]
-
-
 def mean_of_squares(fun: Callable[..., Any]) -> Loss:
     return lambda w, x: jnp.mean(fun(w, x) ** 2)
 
 
-_NAMED = [_resized, _keys_of_groups, _of_an_ensemble, _of_two_products]
+_NAMED = [_resized, _keys_of_groups, _of_an_ensemble]
 LOSSES = {fun.__name__: mean_of_squares(fun) for fun in _NAMED} | {
     "tiled": mean_of_squares(lambda w, x: jnp.tile(x @ w, (1, TIMES, 1)) @ w[:, 1:]),
 }
 
 
 @IN_HALVES
-@pytest.mark.parametrize("around", ["nothing", "scan", "vmap"])
+@pytest.mark.parametrize("around", ["nothing", "scan"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_of_what_is_repeated_are_sums_in_float32(name, around, half):
     """The gradient of x: the newest XLA adds products of bfloat16 in it on a CPU."""
@@ -98,22 +93,16 @@ def test_gradients_of_what_is_repeated_are_sums_in_float32(name, around, half):
     assert error(grad(W, X), exact(LOSSES[name])) < {"bf16": 6e-3, "f16": 6e-4}[half]
 
 
-def test_the_gradient_of_the_other_operand_is_the_accumulator():
-    def loss(v, x):
-        return jnp.mean(jnp.repeat(x @ W, TIMES, axis=1) @ v)
+def test_accumulators_and_second_derivatives():
+    loss = LOSSES["tiled"]
 
-    grad = jax.jit(jax.grad(autocast(loss, ACCUMULATED, recompute=True)))(W, X)
-    assert (grad != grad.astype(jnp.bfloat16).astype(grad.dtype)).any()
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_accumulators_and_second_derivatives(name):
     def along(fun):
         return jax.jit(lambda w: jax.jvp(jax.grad(fun), (w, X), (w, X)))(W)
 
-    low = autocast(LOSSES[name], ACCUMULATED, recompute=True)
-    for got, expected in zip(along(low), along(LOSSES[name]), strict=True):
-        assert error(got, expected) < 6e-3
+    low = autocast(loss, ACCUMULATED, recompute=True)
+    for found, expected in zip(along(low), along(loss), strict=True):
+        assert error(found, expected) < 6e-3
+        assert (found != found.astype(jnp.bfloat16).astype(found.dtype)).any()
 
 
 def test_a_sum_of_many_equal_terms_does_not_stop_growing():
@@ -141,12 +130,10 @@ def barred(x):
 REPEATED = {
     "twice": nearest(12, 12),
     "one axis": nearest(6, 18),
-    "by another factor": nearest(24, 18),
     "computed from a shape": lambda x: x[:, jnp.arange(3 * x.shape[1]) // 3],
     "behind a barrier": barred,
 }
 OTHERS = {
-    "smaller": nearest(3, 3),
     "by a fraction": nearest(9, 9),
     "reversed": lambda x: x[:, jnp.arange(11, -1, -1) // 2],
     "tiled": lambda x: x[:, jnp.arange(12) % 6],

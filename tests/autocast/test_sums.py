@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from arrays import error, in_float64, largest_error, uniform
 from autocast_corpus.program import DTYPES, EPS, IN_HALVES, POLICIES
-from gated_nets import linen_net, nnx_net
 from jax import lax
 
 from jmp_lite import autocast, sums_in_float32
@@ -44,11 +43,6 @@ def indexed_scalars(s=ONES[:3, 0]):
     return h @ V
 
 
-def scalar_in_cond(s=ONE):
-    h = X @ W
-    return lax.cond(h[0, 0] > 0, lambda h: h * s, lambda h: h - s, h) @ V
-
-
 def leaky_relu(s=SLOPE):
     h = (X - 0.75) @ W
     return jnp.where(h >= 0, h, s * h) @ V
@@ -57,11 +51,6 @@ def leaky_relu(s=SLOPE):
 def overlapping_slices(h=SEQUENCE):
     h = h @ W
     return jax.nn.relu(jnp.stack([h[i : i + 30] for i in range(60)])) @ V
-
-
-def overlapping_slices_of_a_map(h=FEW):
-    h = h @ W
-    return jax.vmap(lambda i: lax.dynamic_slice_in_dim(h, i // 2, 2, 0) @ V)(INDICES)
 
 
 def context_in_scan(h=ROW):
@@ -73,34 +62,26 @@ def context_in_scan(h=ROW):
     return lax.scan(step, 0.0, X.reshape(-1, 4, WIDTH))[0] * (4 / ROWS)
 
 
-_NAMED = [indexed_scalars, scalar_in_cond, leaky_relu, overlapping_slices]
-_NAMED += [overlapping_slices_of_a_map, context_in_scan]
+_NAMED = [indexed_scalars, leaky_relu, overlapping_slices, context_in_scan]
 PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} | {
     "scalar_times": lambda s=ONE: (X @ W) * s @ V,
-    "scalar_plus": lambda s=ONE: ((X @ W) + s) @ V,
-    "scalar_minus": lambda s=ONE: (s - X @ W) @ V,
     "divided_by_scalar": lambda s=ONE: (X @ W) / s @ V,
     "scalar_divided": lambda s=ONE: (s / (1.0 + X @ W)) @ V,
     "maximum_of_scalar": lambda s=ONE: jnp.maximum(X @ W, s) @ V,
     "chosen_scalar": lambda s=ONE: jnp.where(X > 0.5, X @ W, s) @ V,
-    "scalar_in_jit": lambda s=ONE: jax.jit(lambda h, s: h * s)(X @ W, s) @ V,
     "scalar_in_remat": lambda s=ONE: jax.checkpoint(lambda s: (X @ W) * s @ V)(s),
-    "scalar_in_vmap": lambda s=ONE: jax.vmap(lambda x: (x @ W) * s @ V)(X),
     "scalar_in_scan": lambda s=ONE: lax.map(
         lambda x: (x @ W) * s @ V, X.reshape(4, -1, WIDTH)
     ),
-    "scale_of_channels": lambda s=ONES[:1]: (X @ W) * s @ V,
     "bias": lambda b=ZEROS: jax.nn.relu(X @ W + b) @ V,
     "reshaped_bias": lambda b=ZEROS[0]: jnp.tanh(X @ W + b.reshape(1, -1)) @ V,
     "gather": lambda h=FEW: jax.nn.relu((h @ W)[INDICES]) @ V,
-    "take": lambda h=FEW: jax.nn.relu(jnp.take(h @ W, INDICES, axis=0)) @ V,
     "take_along_axis": lambda h=FEW: (
         jax.nn.relu(jnp.take_along_axis(h @ W, jnp.tile(INDICES[:, None], WIDTH), 0))
         @ V
     ),
     "tile": lambda h=ROW: jax.nn.relu(jnp.tile(h @ W, (ROWS, 1))) @ V,
     "repeat": lambda h=ROW: jax.nn.relu(jnp.repeat(h @ W, ROWS, 0)) @ V,
-    "broadcast_to": lambda h=ROW: jax.nn.relu(jnp.broadcast_to(h @ W, X.shape)) @ V,
     "concatenated": lambda h=ROW: jax.nn.relu(jnp.concatenate([h @ W] * 600)) @ V,
     "star_graph": lambda h=FEW: (
         jax.ops.segment_sum((h @ W)[INDICES], jnp.arange(ROWS) % 5, 5) @ V
@@ -112,11 +93,6 @@ PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} 
     "padding": lambda s=ONE: (
         jnp.pad((X * s) @ W, ((ROWS, 0), (0, 0)), constant_values=s) @ V
     ),
-    "row_of_context": lambda h=ROW: jax.nn.relu(X @ W + h @ W) @ V,
-    "row_of_context_times": lambda h=ROW: (X @ W) * (h @ W) @ V,
-    "context_in_vmap": lambda h=FEW[0]: jax.vmap(
-        lambda x: jax.nn.relu(x @ W + h @ W) @ V
-    )(X),
     "context_stacked_in_vmap": lambda h=FEW[0]: jax.vmap(
         lambda x: jnp.stack([x @ W, h @ W]) @ V
     )(X),
@@ -169,9 +145,7 @@ def test_a_sum_of_scaled_gradients_does_not_overflow_float16() -> None:
 LAYERS: dict[str, Callable[[Any, Any], Any]] = {
     "times": lambda h, s: h * s,
     "divided": lambda h, s: h / s,
-    "squared": lambda h, s: h * h + s,
     "times_before_a_product": lambda h, s: (h * s) @ W,
-    "divided_before_a_product": lambda h, s: (h / s) @ W,
     "bias_and_scale": lambda h, s: ((h + s) * s) @ W,
 }
 
@@ -246,7 +220,6 @@ def test_a_loop_over_half_constants_sums_their_gradient_in_float32() -> None:
 # Functions that need the concrete value of a differentiated array.
 ASK: dict[str, Callable[[Any], Any]] = {
     "if": lambda x: 2.0 if x.sum() > 0 else 1.0,
-    "float": lambda x: float(lax.stop_gradient(x).sum()),
     "index": lambda x: range(99)[x.sum().astype(jnp.int32)],
     "mask": lambda x: x[x > 0.5].astype(jnp.float32).sum(),
     "numpy": lambda x: np.asarray(lax.stop_gradient(x), np.float32).sum(),
@@ -279,22 +252,6 @@ def test_a_float32_value_that_many_products_read_sums_their_gradients():
     low = gradient(autocast(loss, POLICIES["bf16"]), ROW)
     exact = in_float64(jax.grad(lambda h: jnp.mean(loss(h))), ROW)
     assert error(low, exact) < 2 * EPS["bf16"]
-
-
-@IN_HALVES
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("make", [linen_net, nnx_net])
-def test_gradients_under_with_policy_are_summed_in_float32(
-    make: Any, half: str
-) -> None:
-    def gradients(policy):
-        net, params = make(policy, X, INDICES)
-        grad = jax.grad(lambda params: SCALE * jnp.mean(net(params)))
-        return jax.jit(grad)(params), jaxprs.trace(grad, params)
-
-    (found, jaxpr), (expected, _) = gradients(POLICIES[half]), gradients("full")
-    assert largest_error(found, expected) < 4 * EPS[half]
-    assert not jaxprs.half_sums(jaxpr)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

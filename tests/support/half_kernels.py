@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from autocast_corpus.program import normal, weight
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 HALVES = (jnp.bfloat16, jnp.float16)
@@ -67,16 +66,9 @@ def in_shard_map(attend, w, x):
     return one(w, x)
 
 
-def sharded(attend, w, x):
-    rows = NamedSharding(MESH, P("data"))
-    one = jax.jit(lambda x: layer(attend, w, x), out_shardings=rows)
-    return one(lax.with_sharding_constraint(x, rows))
-
-
 PROGRAMS: dict[str, Callable[..., jax.Array]] = {
     "plain": layer,
     "scanned": scanned,
-    "mapped": lambda attend, w, x: jax.vmap(lambda x: layer(attend, w, x))(x),
     "mapped_weights": lambda attend, w, x: jax.vmap(lambda w: layer(attend, w, x))(
         jnp.stack([w, w / 2])
     ),
@@ -86,5 +78,4 @@ PROGRAMS: dict[str, Callable[..., jax.Array]] = {
     ),
     "directly": lambda attend, w, x: attend(x, x, x @ w[0] + x),
     "in_shard_map": in_shard_map,
-    "sharded": sharded,
 }

@@ -28,15 +28,6 @@ def scan_rnn():
     return fun, (params, normal(4, 6, 2, 4))
 
 
-@program(args=lambda: (weight(0, 4, 8), normal(1, 5, 2, 4)))
-def scan_reversed_and_unrolled(w, xs):
-    def step(h, x):
-        return 0.5 * h + x @ w, jnp.max(h)
-
-    h = jnp.zeros((2, 8), jnp.float32)
-    return lax.scan(step, h, xs, reverse=True, unroll=2)
-
-
 @program(checks_not=REVERSE, why="a while loop has no reverse mode in JAX")
 def while_loop(w, x):
     def keeps_on(carry):
@@ -61,17 +52,6 @@ def cond(w, x):
     return lax.cond(jnp.sum(x) > 0, low, high, x) @ w
 
 
-@program(args=lambda: (weight(0, 8, 8), jnp.int32(1), normal(1, 4, 8)))
-def switch(w, i, x):
-    branches = [
-        lambda x: jax.nn.softmax(x @ w),
-        lambda x: x,
-        lambda x: jnp.tanh(x @ w) @ w,
-    ]
-    outs = [lax.switch(i + k, branches, x) for k in (0, 1)]
-    return outs[0] + outs[1]
-
-
 @program(args=lambda: (0.5 * weight(0, 6, 4, 4), normal(1, 6, 4)))
 def associative_scan(a, x):
     def combine(left, right):
@@ -94,35 +74,6 @@ def checkpoint(w, x):
         return x + jax.nn.gelu(checkpoint_name(x @ w, "hidden")) @ w.T
 
     return block_with_names(block(x))
-
-
-@program()
-def remat_in_scan(w, x):
-    @jax.checkpoint
-    def block(x, _):
-        return x + jnp.tanh(x @ w), None
-
-    return lax.scan(block, x, None, length=3)[0]
-
-
-@program()
-def nested_jit(w, x):
-    @jax.jit
-    def layer(w, x):
-        return jax.nn.relu(x @ w)
-
-    return layer(w, jax.jit(jnp.sin)(layer(w, x)))
-
-
-@program(args=lambda: (weight(0, 8, 8), jax.random.key(7), normal(1, 4, 8)))
-def key_in_carry(w, key, x):
-    def step(carry, _):
-        key, x = carry
-        key, fresh = jax.random.split(key)
-        keep = jax.random.bernoulli(fresh, 0.9, x.shape)
-        return (key, jnp.where(keep, x @ w, 0.0)), jax.random.key_data(key)
-
-    return lax.scan(step, (key, x), None, length=3)
 
 
 @program(args=lambda: (weight(0, 8, 8), normal(1, 4, 2, 8)))

@@ -35,14 +35,6 @@ clipped_product.defvjp(_clipped_forward, _clipped_backward)
 
 
 @no_forward_mode()
-def custom_vjp_in_scan(w, x):
-    def step(x, _):
-        return x + clipped_product(x, w), None
-
-    return lax.scan(step, x, None, length=3)[0] @ w
-
-
-@no_forward_mode()
 def custom_vjp_in_remat(w, x):
     block = jax.checkpoint(lambda x: clipped_product(x @ w, w))
     return block(block(x))
@@ -70,24 +62,6 @@ def custom_vjp_with_symbolic_zeros(params, x):
 
     hidden = product(x, params["w"], params["b"])
     return product(jnp.tanh(hidden), params["w"], params["b"])
-
-
-@no_forward_mode()
-def custom_vjp_with_static_arguments(w, x):
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
-    def apply(activation, x, scale):
-        return scale * activation(x)
-
-    def forward(activation, x, scale):
-        return scale * activation(x), x
-
-    def backward(activation, scale, x, ct):
-        _, pull = jax.vjp(activation, x)
-        return (scale * pull(ct)[0],)
-
-    apply.defvjp(forward, backward)
-
-    return apply(jnp.tanh, apply(lambda x: x * 2.0, x @ w, 0.5) @ w, 3.0)
 
 
 @program()
@@ -137,15 +111,6 @@ def custom_root(w, x):
     return root @ w
 
 
-@program(args=lambda: (weight(0, 8, 8), normal(1, 8)))
-def custom_linear_solve(w, x):
-    matrix = w @ w.T + 4.0 * jnp.eye(8, dtype=w.dtype)
-    solution, _ = jax.scipy.sparse.linalg.cg(
-        lambda v: jnp.matmul(matrix, v, precision="highest"), x, maxiter=8
-    )
-    return solution @ w
-
-
 @program(
     checks_not=("jvp", "dry_run"),
     why="custom_vjp has no forward mode in JAX; a dry run takes the steps of float32",
@@ -168,12 +133,3 @@ def maml(w, x, y):
 
     adapted = w - 0.5 * jax.grad(loss)(w, x)
     return loss(adapted, y)
-
-
-@program()
-def hessian_vector_product(w, x):
-    def loss(w, x):
-        return jnp.sum(jax.nn.softmax(x @ w @ w) ** 2)
-
-    v = jnp.sin(10.0 * w)
-    return jax.jvp(lambda w: jax.grad(loss)(w, x), (w,), (v,))[1]

@@ -48,22 +48,6 @@ def shard_map_with_collectives(w, x):
     return jnp.tanh(layer(w, x))
 
 
-@program()
-def shard_map_with_jit_and_scan():
-    @functools.partial(
-        jax.shard_map, mesh=mesh(), in_specs=(P(), P("x")), out_specs=(P("x"), P())
-    )
-    def layers(w, x):
-        @jax.jit
-        def step(x, w):
-            return x + jnp.tanh(x @ w), None
-
-        x = lax.scan(step, x, w)[0]
-        return x, lax.pmean(jnp.sum(x @ w[0]), "x")
-
-    return layers, (weight(0, 3, 8, 8), normal(1, 4, 8))
-
-
 @unbatched(args=lambda: (weight(0, 8, 8), normal(1, 2, 4, 8)))
 def pmap(w, x):
     def layer(w, x):

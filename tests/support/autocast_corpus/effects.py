@@ -21,13 +21,6 @@ def ordered_print(w, x):
     return jax.lax.scan(step, x, None, length=3)[0]
 
 
-@program()
-def unordered_print(w, x):
-    x = x @ w
-    jax.debug.callback(printed.append, x[0, 0])
-    return x @ w
-
-
 @program(
     checks_not=(*BATCHED, *FORWARD_ONLY),
     why="an ordered io_callback has no order under vmap, and no derivative",

@@ -1,8 +1,7 @@
-"""Models of Flax (linen and nnx) and Equinox."""
+"""Models of Flax: linen and nnx."""
 
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -46,11 +45,6 @@ def linen_cnn_batch_norm():
 
 
 @third_party()
-def linen_lstm():
-    return of_linen(nn.RNN(nn.LSTMCell(8)), 2, 5, 8)
-
-
-@third_party()
 def linen_scan_of_remat():
     class Block(nn.Module):
         @nn.compact
@@ -69,18 +63,6 @@ def linen_scan_of_remat():
             return nn.Dense(4)(layers()(x, None)[0])
 
     return of_linen(Stack(), 4, 8)
-
-
-@third_party()
-def linen_attention():
-    model = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=8)
-    x = normal(1, 2, 6, 8)
-    mask = nn.make_causal_mask(x[..., 0])
-
-    def fun(params, x):
-        return model.apply(params, x, mask=mask)
-
-    return fun, (init(model, x), x)
 
 
 @third_party()
@@ -119,14 +101,3 @@ def nnx_transformer():
         return logits, nnx.state(model, nnx.RngState)
 
     return fun, (params, rest, jnp.arange(12).reshape(2, 6))
-
-
-@third_party()
-def equinox_mlp():
-    model = eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(0))
-    params, static = eqx.partition(model, eqx.is_array)
-
-    def fun(params, x):
-        return jax.vmap(eqx.combine(params, static))(x)
-
-    return fun, (params, normal(1, 4, 8))

@@ -45,23 +45,6 @@ def causal_attention(w, x):
     return jax.nn.dot_product_attention(*qkv, mask=mask, is_causal=True)
 
 
-@program(args=lambda: (weight(0, 3, 8, 4), normal(1, 2, 6, 8)))
-def rotary_embedding(w, x):
-    def rotate(x, positions):
-        inverse = 10000.0 ** (-jnp.arange(0, 4, 2, dtype=jnp.float32) / 4)
-        angles = positions.astype(jnp.float32)[:, None] * inverse[None, :]
-        sin, cos = jnp.sin(angles)[None], jnp.cos(angles)[None]
-        even, odd = x[..., ::2], x[..., 1::2]
-        return jnp.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(
-            x.shape
-        )
-
-    positions = 8000 + jnp.arange(6)
-    q, k = (rotate(x @ w[i], positions) for i in (0, 1))
-    logits = jnp.einsum("bqd,bkd->bqk", q, k)
-    return jax.nn.softmax(logits) @ (x @ w[2])
-
-
 @program()
 def mixture_of_experts():
     def fun(params, x):
@@ -73,15 +56,6 @@ def mixture_of_experts():
 
     params = {"router": 3.0 * weight(0, 8, 4), "experts": weight(1, 4, 8, 8)}
     return fun, (params, normal(3, 6, 8))
-
-
-@program()
-def sort(w, x):
-    # Far apart, so that rounding does not swap two of them.
-    spread = 10.0 * jnp.arange(8, dtype=x.dtype)[::-1]
-    y = jnp.sort(x @ w + spread[None, :], axis=-1)
-    order = jnp.argsort(-y, axis=-1)
-    return jnp.take_along_axis(y, order, -1) @ w, order
 
 
 @program(args=lambda: (weight(0, 16, 8), jnp.array([3, 1, 3, 15], jnp.int32)))
