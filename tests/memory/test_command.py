@@ -24,6 +24,9 @@ def make_step():
 def make_nothing():
     return step
 
+def make_flat():
+    return step, {"w": jnp.ones((8, 8))}, jnp.ones((8, 8))
+
 def make_wrong():
     return step, (3,)
 
@@ -114,6 +117,7 @@ def test_what_a_program_raises_keeps_its_type_file_and_line(name, error, message
         (["no_model:make_step"], "There is no module 'no_model' here"),
         (["my_model:make"], "my_model has no function 'make'"),
         (["my_model:make_nothing"], "returns a step and a tuple of its arguments, got"),
+        (["my_model:make_flat"], "got function, dict, ArrayImpl: write return step, ("),
         (["my_model:make_wrong"], "missing a required argument: 'x'"),
         (["my_model:make_step", "--fits", "24"], "a limit with its unit"),
         (["my_model:make_step", "--donate", "7"], "has 7, and step is given 2 arg"),

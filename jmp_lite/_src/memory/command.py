@@ -109,9 +109,11 @@ def load(target: str) -> tuple[Callable[..., object], Sequence[object]]:
     match made := make():
         case (step, tuple() | list() as args) if callable(step):
             return step, args
+    parts = made if isinstance(made, tuple) else (made,)
+    got = ", ".join(type(part).__name__ for part in parts)
     raise ValueError(
         f"Expected that {target} returns a step and a tuple of its arguments, got "
-        f"{str(made)[:200]}."
+        f"{got}: write return step, (params, opt_state, batch)."
     )
 
 
