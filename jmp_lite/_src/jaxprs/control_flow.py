@@ -11,16 +11,15 @@ primitive that the first function does not know (it returns None).
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding, core
-from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var, total
-from jmp_lite._src.jaxprs.primitives import CHECKPOINTS, FOLLOWED, Fact, facts
+from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, total
+from jmp_lite._src.jaxprs.primitives import CHECKPOINTS, FOLLOWED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,77 +132,14 @@ def count_eqns(eqns: Iterable[Eqn], number_of: Callable[[Eqn], int]) -> int:
     return count(eqns)
 
 
-def trips(eqn: Eqn, ins: Sequence[int | None]) -> int | None:
+def trips(eqn: Eqn) -> int | None:
     """Return how often the bodies of an equation run: 1 if it is no loop.
 
-    None for a `while` whose condition is other than a comparison of integers that are
-    known, among `ins` or in the jaxpr, and change by a known number.
+    None for a `while`, which only its condition ends.
     """
     if eqn.primitive.name == "scan":
         return total([eqn.params["length"]])
-    if eqn.primitive.name != "while":
-        return 1
-    cond, body = _while_sub_jaxprs(eqn)
-    test = _made_by(cond.jaxpr.outvars[0], cond.jaxpr)
-    if test is None or not facts(test.primitive.name) & Fact.COMPARES:
-        return None
-    lhs, rhs = (_counter(v, cond, body, ins) for v in test.invars)
-    if lhs is None or rhs is None:
-        return None
-    start, step = lhs[0] - rhs[0], lhs[1] - rhs[1]
-    compare = getattr(operator, test.primitive.name)  # JAX has Python's names
-    # The comparison changes where the difference reaches 0, or passes it.
-    at_zero = -start // step if step else 0
-    for count in (0, at_zero, at_zero + 1):
-        if count >= 0 and not compare(start + count * step, 0):
-            return count
-    return None
-
-
-def _counter(
-    var: Var, cond: SubJaxpr, body: SubJaxpr, ins: Sequence[int | None]
-) -> tuple[int, int] | None:
-    """Return what a condition compares before the loop, and its growth, if known."""
-    start = integer(var, _known(cond, ins))
-    if start is None:
-        return None
-    num_consts = len(body.operands) - len(body.results)
-    carry = cond.jaxpr.invars[len(cond.operands) - len(body.results) :]
-    if compat.is_literal(var) or var not in carry:
-        return start, 0
-    place = carry.index(var)
-    before, after = body.jaxpr.invars[num_consts + place], body.jaxpr.outvars[place]
-    if after is before:
-        return start, 0
-    made_by = _made_by(after, body.jaxpr)
-    if made_by is None or made_by.primitive.name not in ("add", "sub"):
-        return None
-    x, step_var = made_by.invars
-    if made_by.primitive.name == "add" and x is not before:
-        x, step_var = step_var, x
-    step = integer(step_var, _known(body, ins))
-    if x is not before or step is None or step_var in body.jaxpr.invars[num_consts:]:
-        return None
-    return start, step if made_by.primitive.name == "add" else -step
-
-
-def _known(sub: SubJaxpr, ins: Sequence[int | None]) -> dict[Var, int | None]:
-    return dict(zip(sub.jaxpr.invars, (ins[i] for i in sub.operands), strict=True))
-
-
-def _made_by(var: Var, jaxpr: Jaxpr) -> Eqn | None:
-    return next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
-
-
-def integer(var: Var, known: Mapping[Any, int | None]) -> int | None:
-    """Return the integer that a variable or a literal is, None if it is not known."""
-    return as_integer(var.val) if compat.is_literal(var) else known.get(var)
-
-
-def as_integer(value: Any) -> int | None:
-    number = np.asarray(value)
-    is_integer = number.ndim == 0 and np.issubdtype(number.dtype, np.integer)
-    return int(number) if is_integer else None
+    return None if eqn.primitive.name == "while" else 1
 
 
 @dataclasses.dataclass(frozen=True)

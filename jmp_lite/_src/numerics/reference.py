@@ -70,7 +70,7 @@ def check_is_finite(found: Any, results: Sequence[Any], caller: str) -> None:
 
 class _Product(NamedTuple):
     dtype: Any  # half if one of its operands is
-    flops: int  # of all its runs; a `while` whose trips are not known runs once
+    flops: int  # of all its runs; a `while` runs once
     place: str  # its name, layer and line as text
 
 

@@ -73,7 +73,7 @@ class Value:
     uses: list["Value"] = dataclasses.field(default_factory=list)  # once per operand
     path: str = ""  # of name scopes, with those of autocast
     line: str = ""  # `file:line` of the user's code
-    times: int = 1  # it runs: the trips of the loops around it, 1 for those not known
+    times: int = 1  # it runs: the trips of the loops around it, 1 for a `while`
     is_backward: bool = False  # made by transposition
     is_differentiated: bool = False  # of a function that is, or its derivative
     is_result: bool = False  # of the function
