@@ -209,7 +209,7 @@ _NUMBERS = ("products\nin half", "FLOPs", "not ×8", "other ops\nin half")
 
 @transform.takes_function
 def explain(
-    fun: Callable[P, Any],
+    fun: Callable[P, object],
     policy: Policy | PolicyMap | str = "mixed",
     *,
     rules: OpRules | Mapping[str, str] | None = None,

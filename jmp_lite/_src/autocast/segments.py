@@ -87,7 +87,9 @@ class Search:
         self.uses = defaultdict(int, uses)
         self.has_segments, self.is_in_loop = has_segments, is_in_loop
         self.keeps_half = is_in_loop and keeps_half
-        self.made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.made_by: dict[Var, int] = {
+            v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars
+        }
         self.readers: dict[Var, list[int]] = defaultdict(list)
         self.returned = set(variables(jaxpr.outvars))
         self.is_alive = self._find_alive()
@@ -234,7 +236,7 @@ class Search:
 
     def _stored(self) -> set[Var]:
         """Return what is stored in half."""
-        half = {v for v in self.jaxpr.invars if self.held[v] == HALF}
+        half: set[Var] = {v for v in self.jaxpr.invars if self.held[v] == HALF}
         for i, (eqn, plan) in enumerate(zip(self.eqns, self.plans, strict=True)):
             if self.is_inside[i]:
                 half.update(filter(self._is_stored_in_half, eqn.outvars))
@@ -472,7 +474,7 @@ class Search:
                 and v not in half
                 # A loop keeps each of them as often as it runs.
                 and core.is_f32(v)
-                and len(v.aval.shape) > 0
+                and len(core.shape(v)) > 0
                 and core.size(v) * 2 >= size
                 for v in reads
             ),

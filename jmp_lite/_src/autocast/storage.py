@@ -4,9 +4,10 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -207,7 +208,7 @@ class Plan:
     """What is decided for a jaxpr."""
 
     jaxpr: Jaxpr  # open
-    consts: tuple[Any, ...]
+    consts: tuple[jax.Array, ...]
     eqn_plans: tuple[EqnPlan, ...]
     ins: tuple[Held, ...]
     outs: tuple[Held, ...]
@@ -309,7 +310,7 @@ def walk(plan: Plan, *, has_places: bool = True) -> list[Placed]:
 
     @functools.cache
     def visit(plan: Plan, scope: str, line: str) -> list[Placed]:
-        rows: dict[Any, Placed] = {}
+        rows: dict[Hashable, Placed] = {}
         for row in visit_eqns(plan, scope, line):
             key = (id(row.eqn), *row[1:5])
             calls, times = rows[key][5:] if key in rows else (0, 0)
