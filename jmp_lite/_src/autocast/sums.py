@@ -474,7 +474,7 @@ def _repeats(eqn: Eqn, made_by: Mapping[Var, Eqn]) -> int:
         return 0
     times, shape[axis] = indices.size // max(rows, 1), indices.size
     is_along_axis = numbers.offset_dims == (*range(axis), *range(axis + 1, len(shape)))
-    is_along_axis &= core.shape(eqn.outvars[0]) == tuple(shape)
+    is_along_axis = is_along_axis and core.shape(eqn.outvars[0]) == tuple(shape)
     if not is_along_axis or times * rows != shape[axis]:
         return 0
     with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
