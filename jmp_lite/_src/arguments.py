@@ -5,13 +5,15 @@ An argument of another kind raises TypeError, one that is out of range ValueErro
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
+
+T = TypeVar("T")
 
 MOST = 200
 """How many characters of an argument an error shows."""
@@ -35,7 +37,7 @@ def shown(got: object) -> str:
     return text if len(text) <= MOST else f"{text[:MOST]}…"
 
 
-def flag(value: Any, name: str, or_none: bool = False) -> Any:
+def flag(value: T, name: str, or_none: bool = False) -> T:
     """Return a flag: `"False"` is none."""
     if isinstance(value, bool | np.bool_) or (or_none and value is None):
         return value
@@ -75,7 +77,7 @@ def number(
     return found
 
 
-def count(value: Any, name: str, least: int = 1) -> int:
+def count(value: object, name: str, least: int = 1) -> int:
     """Return a whole number of int32, as an int."""
 
     def holds(x: float) -> bool:
@@ -84,7 +86,7 @@ def count(value: Any, name: str, least: int = 1) -> int:
     return int(number(value, name, f"at least {least}, a whole int32", holds))
 
 
-def one_of(value: Any, name: str, options: Sequence[str | None], remedy="") -> Any:
+def one_of(value: T, name: str, options: Sequence[str | None], remedy="") -> T:
     """Return a name that is one of these."""
     if (value is None or isinstance(value, str)) and value in options:
         return value
@@ -111,7 +113,7 @@ def function(value: object, what: str) -> None:
         raise TypeError(f"Expected a function to {what}, got {shown(value)}.")
 
 
-def mapping(value: Any, name: str, of: str) -> Mapping[Any, Any]:
+def mapping(value: object, name: str, of: str) -> Mapping[Any, Any]:
     """Return a mapping; None is an empty one."""
     value = {} if value is None else value
     if not isinstance(value, Mapping):

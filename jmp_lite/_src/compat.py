@@ -14,7 +14,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 
@@ -37,28 +37,41 @@ check_jax(jax.__version__)
 import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
-from jax import export
+from jax import Array, export
 from jax._src import core as core_private
 from jax._src import linear_util  # not from `jax.extend`: it imports Pallas too
 from jax._src import source_info_util as source_info_util_private
 from jax._src.ad_checkpoint import remat_p
 from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
-from jax._src.core import Jaxpr, Literal, Primitive, jaxprs_in_params
+from jax._src.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
 from jax._src.export import shape_poly as shape_poly_private
 from jax._src.interpreters import partial_eval as partial_eval_private
 from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 from jax._src.lax import lax as lax_private
+from jax._src.source_info_util import Frame, SourceInfo
 from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.experimental import jet
 
-# Since JAX 0.12 they are one class.
-ClosedJaxpr: Any = getattr(core_private, "ClosedJaxpr", Jaxpr)
+if TYPE_CHECKING:
+    from jax._src.core import ClosedJaxpr
+    from typing_extensions import TypeIs
+else:
+    # Since JAX 0.12 they are one class.
+    ClosedJaxpr = getattr(core_private, "ClosedJaxpr", Jaxpr)
 
 # What puts the equations of a jitted function in the place of its call, as JAX traces
 # it. `jax.Inline` is in JAX since 0.12, where True does so later.
-INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+INLINE = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+
+AnyJaxpr: TypeAlias = Any
+"""A jaxpr, open or closed."""
+Context: TypeAlias = contextlib.AbstractContextManager[None]
+Device: TypeAlias = Any
+"""A `jax.Device`, which is no class to type checkers."""
+Dimension: TypeAlias = Any
+"""A dimension of a shape: an int, or a symbolic one."""
 
 # Since JAX 0.12 it is called "eval_jaxpr".
 CLOSED_CALL: str = core_private.closed_call_p.name
@@ -89,10 +102,10 @@ def _register_with_flax_serialization(cls: Any) -> None:
     cls._is_registered = True  # first, because `register` computes the hash as well
     names = [f.name for f in dataclasses.fields(cls) if not f.metadata.get("static")]
 
-    def to_state_dict(instance: Any) -> dict[str, Any]:
+    def to_state_dict(instance: object) -> dict[str, object]:
         return {n: serialization.to_state_dict(getattr(instance, n)) for n in names}
 
-    def from_state_dict(instance: Any, state: dict[str, Any]) -> Any:
+    def from_state_dict(instance: Any, state: dict[str, object]) -> Any:
         if set(state) != set(names):
             raise ValueError(
                 f"The saved {cls.__name__} has the fields {sorted(state)}, expected "
@@ -109,7 +122,7 @@ def _register_with_flax_serialization(cls: Any) -> None:
     register(cls, to_state_dict, from_state_dict, override=True)
 
 
-def of_another_package(x: Any, *ours: type) -> str:
+def of_another_package(x: object, *ours: type) -> str:
     """Say so of an object whose class has the name of one of ours, or return ""."""
     cls = type(x)
     if cls.__name__ not in [our.__name__ for our in ours]:
@@ -123,7 +136,7 @@ def nnx_class(name: str) -> Any:
     return getattr(sys.modules.get("flax.nnx"), name, ())
 
 
-def is_nnx_module(x: Any) -> bool:
+def is_nnx_module(x: object) -> bool:
     """Return whether this is an nnx module; False if flax.nnx is not loaded."""
     return isinstance(x, nnx_class("Module"))
 
@@ -157,7 +170,7 @@ def computed_once(x: jax.Array) -> jax.Array:
     return x
 
 
-def buffer_ids(x: Any) -> set[Any]:
+def buffer_ids(x: object) -> set[object]:
     """Return an identifier for each buffer of an array; a tracer has none.
 
     Several arrays can share a buffer: `jax.device_put` to the device of an array, its
@@ -244,7 +257,7 @@ def _environment(values: dict[str, str], hardware: str) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def tpus_to_compile_for(topology: str) -> list[Any]:
+def tpus_to_compile_for(topology: str) -> list[Device]:
     """Return the devices of a slice that need not be there: of `"v5e:2x2"`."""
     from jax.experimental import topologies
 
@@ -254,7 +267,7 @@ def tpus_to_compile_for(topology: str) -> list[Any]:
         return topologies.get_topology_desc(topology, platform="tpu").devices
 
 
-def gpus_to_compile_for(target_config: str, count: int) -> list[Any]:
+def gpus_to_compile_for(target_config: str, count: int) -> list[Device]:
     """Return GPUs that need not be there, by the text of a `GpuTargetConfigProto`."""
     from jax.experimental import topologies
 
@@ -298,17 +311,19 @@ def primitive_names() -> frozenset[str]:
     return frozenset(value.name for value in found if isinstance(value, Primitive))
 
 
-def open_jaxpr(jaxpr: Any) -> Any:
+def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
     """Return the jaxpr inside a closed jaxpr; since JAX 0.12 they are one class."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def consts_of(jaxpr: Any) -> tuple[Any, ...]:
+def consts_of(jaxpr: AnyJaxpr) -> tuple[Array, ...]:
     """Return the values of a jaxpr's constvars; an open jaxpr has no values."""
     return tuple(getattr(jaxpr, "consts", ()))
 
 
-def match_jaxpr_type(closed: Any, old: Any) -> tuple[Any, tuple[Any, ...]]:
+def match_jaxpr_type(
+    closed: ClosedJaxpr, old: AnyJaxpr
+) -> tuple[AnyJaxpr, tuple[Array, ...]]:
     """Return a jaxpr as open or closed as the one it replaces, and its first inputs.
 
     If that one is open (as in remat), these are the constants of the closed jaxpr.
@@ -318,23 +333,28 @@ def match_jaxpr_type(closed: Any, old: Any) -> tuple[Any, tuple[Any, ...]]:
     return _consts_as_inputs(closed)
 
 
-def _consts_as_inputs(closed: Any) -> tuple[Any, tuple[Any, ...]]:
+def _consts_as_inputs(closed: ClosedJaxpr) -> tuple[Jaxpr, tuple[Array, ...]]:
     opened, consts = open_jaxpr(closed), consts_of(closed)
     invars = [*opened.constvars, *opened.invars]
     return opened.replace(constvars=[], invars=invars) if consts else opened, consts
 
 
-def is_literal(var: Any) -> bool:
+def is_literal(var: Var | Literal) -> "TypeIs[Literal]":
     """Return whether an operand is a `Literal`, a constant in the jaxpr."""
     return isinstance(var, Literal)
 
 
-def is_ref(aval: Any) -> bool:
+def aval_of(var: Var | Literal) -> ShapedArray:
+    """Return the type of a variable that is an array."""
+    return var.aval  # pyright: ignore[reportReturnType] - what all avals have is typed
+
+
+def is_ref(aval: object) -> bool:
     """Return whether this is the type of a `jax.Ref`, which has a dtype, too."""
     return isinstance(aval, AbstractRef)
 
 
-def without_refs(closed: Any) -> Any:
+def without_refs(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a closed jaxpr of the values in its refs; refs from outside stay as is."""
     opened, consts = open_jaxpr(closed), consts_of(closed)
     given = any(is_ref(v.aval) for v in (*opened.constvars, *opened.invars))
@@ -351,7 +371,7 @@ def without_refs(closed: Any) -> Any:
     )
 
 
-def user_frames(traceback: Any) -> list[Any]:
+def user_frames(traceback: object) -> list[Frame]:
     """Return the frames of a traceback outside of JAX, innermost first."""
     return list(source_info_util_private.user_frames(traceback))
 
@@ -360,7 +380,7 @@ def is_user_file(path: str) -> bool:
     return source_info_util_private.is_user_filename(path)
 
 
-def bounds(dimension: Any) -> tuple[float, float]:
+def bounds(dimension: Dimension) -> tuple[float, float]:
     """Return the least and the largest number that a dimension of a shape may be."""
     if not export.is_symbolic_dim(dimension):
         return dimension, dimension
@@ -368,7 +388,7 @@ def bounds(dimension: Any) -> tuple[float, float]:
     return shape_poly_private._bounds_decision(dimension, best)
 
 
-def evaluate(dimension: Any, value: int) -> int:
+def evaluate(dimension: Dimension, value: int) -> int:
     """Return a dimension of a shape if every symbol in it has one value."""
     if not export.is_symbolic_dim(dimension):
         return dimension
@@ -376,37 +396,37 @@ def evaluate(dimension: Any, value: int) -> int:
     return int(dimension._evaluate(values))
 
 
-def jaxprs_of(eqn: Any) -> list[Any]:
+def jaxprs_of(eqn: JaxprEqn) -> list[Jaxpr]:
     """Return the open jaxprs in the parameters of an equation."""
     return list(jaxprs_in_params(eqn.params))
 
 
-def is_jaxpr(x: Any) -> bool:
+def is_jaxpr(x: object) -> "TypeIs[Jaxpr | ClosedJaxpr]":
     return isinstance(x, ClosedJaxpr | Jaxpr)
 
 
-def with_eqns(jaxpr: Any, eqns: Iterable[Any]) -> Any:
+def with_eqns(jaxpr: AnyJaxpr, eqns: Iterable[JaxprEqn]) -> AnyJaxpr:
     """Return an open or closed jaxpr with other equations of the same variables."""
     opened = open_jaxpr(jaxpr).replace(eqns=list(eqns))
     return opened if open_jaxpr(jaxpr) is jaxpr else jaxpr.replace(jaxpr=opened)
 
 
-def default_precision() -> Any:
+def default_precision() -> object:
     """Return the precision that JAX gives products now, None if no default is set."""
     return lax_private.canonicalize_precision(None)
 
 
-def eqn_contexts(eqn: Any) -> tuple[Any, Any]:
+def eqn_contexts(eqn: JaxprEqn) -> tuple[Context, Context]:
     """Return the two contexts that JAX enters to evaluate an equation of a jaxpr."""
     return source_context(eqn.source_info), eqn.ctx.manager
 
 
-def mesh_of(eqn: Any) -> Any:
+def mesh_of(eqn: JaxprEqn) -> jax.sharding.AbstractMesh:
     """Return the mesh in which an equation of a jaxpr was made; it may be empty."""
     return eqn.ctx.cur_abstract_mesh
 
 
-def source_context(info: Any) -> Any:
+def source_context(info: SourceInfo) -> Context:
     """Return the context of a source line, and of a name stack inside of this one."""
     stack = source_info_util_private.current_name_stack() + info.name_stack
     return source_info_util_private.user_context(info.traceback, name_stack=stack)
@@ -422,7 +442,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int] | None:
     return None
 
 
-def is_placed(aval: Any) -> bool:
+def is_placed(aval: ShapedArray) -> bool:
     """Return whether the type of an array says how devices hold it."""
     return bool(aval.manual_axis_type.varying) or any(aval.sharding.spec)
 
@@ -432,7 +452,9 @@ def shard_map_axes(params: Mapping[str, Any]) -> Any:
     return params.get("manual_axes", params.get("newly_manual_axes"))
 
 
-def rebuild_custom_derivative(eqn: Any, args: Any, wrap: Callable[..., Any]) -> Any:
+def rebuild_custom_derivative(
+    eqn: JaxprEqn, args: Sequence[Array], wrap: Callable[..., Callable[..., object]]
+) -> list[Array]:
     """Bind a `custom_jvp_call` or `custom_vjp_call` with its functions wrapped.
 
     `wrap(fun, role)` returns the replacement of the function and its derivative rules,
@@ -448,13 +470,13 @@ def rebuild_custom_derivative(eqn: Any, args: Any, wrap: Callable[..., Any]) -> 
     return eqn.primitive.bind(*args, subfuns=subfuns, **params)
 
 
-def _series_of_checkpoint(primals: Any, terms: Any, *, jaxpr: Any, **_: Any) -> Any:
+def _series_of_checkpoint(primals, terms, *, jaxpr, **_):
     """Return a Taylor series for `jet`, which takes no gradient of what it computes."""
     run = core_private.jaxpr_as_fun(partial_eval_private.close_jaxpr(jaxpr))
     return jet.jet2(run, primals, terms)
 
 
-def checkpoint(closed: Any, args: Sequence[Any], **options: Any) -> list[Any]:
+def checkpoint(closed: ClosedJaxpr, args: Sequence[Array], **options) -> list[Array]:
     """Run a closed jaxpr, and again in the backward pass, as `jax.checkpoint` does."""
     opened, consts = _consts_as_inputs(closed)
     return remat_p.bind(*consts, *args, jaxpr=opened, differentiated=False, **options)

@@ -16,13 +16,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import arguments, compat, dtypes, fp8, reports
+from jmp_lite._src.compat import Device
 
 # The dtypes of both operands, by the name of the product. The fp8 products are those of
 # `fp8_dot_general`: forward, and for gradients. It has no E5M2 x E5M2, nor has cuBLAS.
@@ -144,13 +144,13 @@ def diagnose(
     )
 
 
-def _name(device: Any) -> str:
+def _name(device: Device) -> str:
     capability = getattr(device, "compute_capability", None)
     of_gpu = f", compute capability {capability}" if capability else ""
     return f"{device.platform}: {device.device_kind}{of_gpu}"
 
 
-def recommend(device: Any, ratios: Mapping[str, float]) -> tuple[str, list[str]]:
+def recommend(device: Device, ratios: Mapping[str, float]) -> tuple[str, list[str]]:
     """Return the recommended policy for a device, and the reasons.
 
     By the measured rate of each product (`Rate.dtype`), divided by that of float32; for
@@ -182,7 +182,7 @@ def recommend(device: Any, ratios: Mapping[str, float]) -> tuple[str, list[str]]
     return f"mixed_{name}", reasons
 
 
-def fp8_findings(device: Any, ratios: Mapping[str, float]) -> list[str]:
+def fp8_findings(device: Device, ratios: Mapping[str, float]) -> list[str]:
     """Return whether fp8 products are native, and whether to try them."""
     slow = dtypes.slow_fp8_reason(device)
     if slow is not None:
@@ -317,7 +317,9 @@ def float32_finding() -> str:
     )
 
 
-def _compile_products(size: int) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+def _compile_products(
+    size: int,
+) -> tuple[dict[str, Callable[[], jax.Array]], dict[str, str]]:
     """Return the compiled products by name, and the errors of the others."""
     numbers = np.random.default_rng(0).normal(size=(size, size))
     arrays = {
@@ -328,7 +330,7 @@ def _compile_products(size: int) -> tuple[dict[str, Callable[[], Any]], dict[str
     for name, (lhs, rhs) in TIMED.items():
         # XLA's fp8 kernels sum over the last dimension of both operands. With other
         # dimensions a transpose would be timed too.
-        product: Any = functools.partial(
+        product: Callable[..., jax.Array] = functools.partial(
             jax.lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ()))
         )
         if dtypes.needs_scale(lhs):
@@ -346,7 +348,7 @@ def _compile_products(size: int) -> tuple[dict[str, Callable[[], Any]], dict[str
     return runs, errors
 
 
-def _time(run: Callable[[], Any]) -> float:
+def _time(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - start

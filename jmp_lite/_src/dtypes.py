@@ -5,7 +5,6 @@ picklable, callable, and equal to `np.dtype("float16")`.
 """
 
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite._src import arguments
+from jmp_lite._src.compat import Device
 
 # The first name of each dtype is its short name; all names are accepted.
-DTYPE_NAMES: dict[Any, tuple[str, ...]] = {
+DTYPE_NAMES: dict[DTypeLike, tuple[str, ...]] = {
     jnp.bfloat16: ("bf16", "bfloat16"),
     jnp.float16: ("f16", "float16", "fp16"),
     jnp.float32: ("full", "f32", "float32", "fp32"),
@@ -57,7 +57,7 @@ def needs_scale(dtype: DTypeLike) -> bool:
     return jnp.finfo(dtype).bits <= 8
 
 
-def parse_dtype(value: Any) -> Any:
+def parse_dtype(value: DTypeLike | None) -> DTypeLike:
     """Return the dtype of `DTYPE_NAMES` of a name or a dtype, such as `jnp.float16`.
 
     `"half"` is a name too. Others raise, fp8 with what to use in place of it.
@@ -113,7 +113,7 @@ def dtype_name(dtype: DTypeLike) -> str:
 _PLATFORMS = ("cpu", "gpu", "tpu", "cuda", "rocm", "metal", "xpu", "neuron")
 
 
-def half_dtype(platform: str | None = None) -> Any:
+def half_dtype(platform: str | None = None) -> DTypeLike:
     """Return the half-precision dtype of a platform: jmp's function, and jmp's answer.
 
     `recommended_half_dtype` returns the one to train with, bfloat16 wherever it is
@@ -141,7 +141,7 @@ def half_dtype(platform: str | None = None) -> Any:
     return jnp.bfloat16 if platform == "tpu" else jnp.float16
 
 
-def recommended_half_dtype(device: Any = None) -> Any:
+def recommended_half_dtype(device: Device = None) -> DTypeLike:
     """Return the half-precision dtype to train with on a device.
 
     bfloat16 needs no loss scale. It is as fast as float16 on hardware that supports it:
@@ -162,7 +162,7 @@ def recommended_half_dtype(device: Any = None) -> Any:
     return jnp.float16 if is_old else jnp.bfloat16
 
 
-def compute_capability(device: Any = None) -> tuple[int, int] | None:
+def compute_capability(device: Device = None) -> tuple[int, int] | None:
     """Return the compute capability of an NVIDIA GPU, or None for other devices."""
     text = str(getattr(_device(device), "compute_capability", ""))
     major, _, minor = text.partition(".")
@@ -170,7 +170,7 @@ def compute_capability(device: Any = None) -> tuple[int, int] | None:
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
-def _device(device: Any) -> Any:
+def _device(device: Device) -> Device:
     if device is None:
         return jax.local_devices()[0]
     if not isinstance(getattr(device, "platform", None), str):
@@ -181,7 +181,7 @@ def _device(device: Any) -> Any:
     return device
 
 
-def slow_half_reason(dtype: DTypeLike, device: Any = None) -> str | None:
+def slow_half_reason(dtype: DTypeLike, device: Device = None) -> str | None:
     """Return why a half dtype is slow on a device, the first by default, else None."""
     if not is_half(np.dtype(dtype)):
         return None
@@ -212,7 +212,7 @@ def _too_old(kind: str, capability: tuple[int, int], what: str) -> str:
     return f"{kind} has compute capability {major}.{minor}; {what}"
 
 
-def slow_fp8_reason(device: Any = None) -> str | None:
+def slow_fp8_reason(device: Device = None) -> str | None:
     """Return why fp8 products are slow on a device, the first by default, else None."""
     device = _device(device)
     kind = getattr(device, "device_kind", device.platform)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import batching
 from jax.typing import DTypeLike
@@ -183,8 +184,8 @@ def large_dot_general(
 
 
 def why_not(
-    lhs: Any,
-    rhs: Any,
+    lhs: ShapedArray,
+    rhs: ShapedArray,
     dimension_numbers: Dimensions,
     precision: lax.PrecisionLike = None,
     out_sharding: Any = None,
@@ -387,7 +388,7 @@ def _no_second_derivative(primals, tangents):
 
 
 def _linear_impl(
-    x: jax.Array, w8: jax.Array, scale: jax.Array, *, is_lhs: bool, dtype: Any
+    x: jax.Array, w8: jax.Array, scale: jax.Array, *, is_lhs: bool, dtype: DTypeLike
 ) -> jax.Array:
     """Return the product of a tangent with a rounded operand, `[*batch, ga, m, gb, n]`.
 
@@ -400,7 +401,7 @@ def _linear_impl(
 
 
 def _linear_transpose(
-    ct: jax.Array, aval: Any, w8: jax.Array, scale: jax.Array, *, is_lhs, dtype
+    ct: jax.Array, aval: ShapedArray, w8: jax.Array, scale: jax.Array, *, is_lhs, dtype
 ) -> jax.Array:
     """Return the gradient of `x`: the product of the result's gradient, in fp8."""
     if w8.dtype == GRADIENT:

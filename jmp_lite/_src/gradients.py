@@ -6,9 +6,11 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jmp_lite._src import arguments, compat, trees
 from jmp_lite._src.loss_scale import get_loss_scale
+from jmp_lite._src.trees import PyTree
 
 P = ParamSpec("P")
 Aux = TypeVar("Aux")
@@ -16,33 +18,33 @@ Aux = TypeVar("Aux")
 
 @overload
 def scaled_value_and_grad(
-    fun: Callable[P, Any],
+    fun: Callable[P, ArrayLike],
     *,
-    loss_scale: Any,
+    loss_scale: PyTree,
     has_aux: Literal[False] = False,
     **kwargs: Any,
-) -> Callable[P, tuple[jax.Array, Any]]: ...
+) -> Callable[P, tuple[jax.Array, PyTree]]: ...
 @overload
 def scaled_value_and_grad(
-    fun: Callable[P, tuple[Any, Aux]],
+    fun: Callable[P, tuple[ArrayLike, Aux]],
     *,
-    loss_scale: Any,
+    loss_scale: PyTree,
     has_aux: Literal[True],
     **kwargs: Any,
-) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
+) -> Callable[P, tuple[tuple[jax.Array, Aux], PyTree]]: ...
 @overload
 def scaled_value_and_grad(
-    fun: Callable[P, Any], *, loss_scale: Any, has_aux: bool, **kwargs: Any
-) -> Callable[P, tuple[Any, Any]]: ...
+    fun: Callable[P, PyTree], *, loss_scale: PyTree, has_aux: bool, **kwargs: Any
+) -> Callable[P, tuple[PyTree, PyTree]]: ...
 def scaled_value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[..., PyTree],
     *,
-    loss_scale: Any,
+    loss_scale: PyTree,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+    value_and_grad: Callable[..., Callable[..., PyTree]] = jax.value_and_grad,
     **kwargs: Any,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Return a function that computes a loss and its scaled gradients.
 
     The counterpart of `jax.value_and_grad`::
@@ -128,19 +130,19 @@ def scaled_value_and_grad(
 
 @overload
 def scaled_grad(
-    fun: Callable[P, tuple[Any, Aux]],
+    fun: Callable[P, tuple[ArrayLike, Aux]],
     *,
-    loss_scale: Any,
+    loss_scale: PyTree,
     has_aux: Literal[True],
     **kwargs: Any,
-) -> Callable[P, tuple[Any, Aux]]: ...
+) -> Callable[P, tuple[PyTree, Aux]]: ...
 @overload
 def scaled_grad(
     fun: Callable[P, Any], *, loss_scale: Any, has_aux: bool = False, **kwargs: Any
-) -> Callable[P, Any]: ...
+) -> Callable[P, PyTree]: ...
 def scaled_grad(
     fun: Callable[..., Any], *, loss_scale: Any, has_aux: bool = False, **kwargs: Any
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """Return a function that computes scaled gradients.
 
     The counterpart of `jax.grad`.
@@ -177,7 +179,7 @@ def scaled_grad(
     return fun_grad
 
 
-def check_arguments(args: tuple[Any, ...], argnums: int | Sequence[int]) -> None:
+def check_arguments(args: tuple[PyTree, ...], argnums: int | Sequence[int]) -> None:
     """Raise if `jax.value_and_grad` cannot differentiate an argument of this kind."""
     indices = (argnums,) if isinstance(argnums, int) else argnums
     for index in indices:
@@ -208,7 +210,7 @@ def check_arguments(args: tuple[Any, ...], argnums: int | Sequence[int]) -> None
             )
 
 
-def split_aux(output: Any, has_aux: bool) -> tuple[Any, Any]:
+def split_aux(output: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
     if not has_aux:
         if isinstance(output, tuple | list):
             raise TypeError(

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jmp_lite._src import arguments, compat, trees
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.policy import Policy, PolicyMap, get_policy, policies_of
+from jmp_lite._src.trees import Leaf, PyTree
 
 T = TypeVar("T")
 
@@ -297,7 +298,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
             )
 
 
-def _multiply(tree: T, factor: Any) -> T:
+def _multiply(tree: T, factor: ArrayLike) -> T:
     """Multiply a tree, in the scope by which `lint` knows a scale that is constant."""
     with jax.named_scope(name_scopes.LOSS_SCALE):
         return trees.multiply(tree, factor)
@@ -326,7 +327,7 @@ def loss_scale_for(policy: Policy | PolicyMap | str) -> LossScale:
     return DynamicLossScale() if in_float16 else NoOpLossScale()
 
 
-def get_loss_scale(tree: Any) -> LossScale:
+def get_loss_scale(tree: PyTree) -> LossScale:
     """Return the only loss scale in a tree, at any depth.
 
     It warns of `optax.MultiSteps` and `optax.apply_if_finite` around `scale_aware`.
@@ -373,7 +374,7 @@ def get_loss_scale(tree: Any) -> LossScale:
     )
 
 
-def check_loss_scale(loss_scale: Any) -> None:
+def check_loss_scale(loss_scale: object) -> None:
     """Raise unless this is a loss scale with a positive, finite value, if known."""
     if not isinstance(loss_scale, LossScale):
         raise TypeError(
@@ -391,7 +392,7 @@ def check_flag(grads_finite: ArrayLike) -> jax.Array:
     return trees.check_flag(grads_finite, "all_finite(grads) makes one")
 
 
-def _remedy(x: Any) -> str:
+def _remedy(x: object) -> str:
     """Return how to make a loss scale of what was passed as one, or ""."""
     if isinstance(x, str):
         try:
@@ -410,7 +411,7 @@ def _remedy(x: Any) -> str:
     return compat.of_another_package(x, *get_args(LossScale))
 
 
-def _warn_of_integer(x: Any, name: str) -> None:
+def _warn_of_integer(x: Leaf, name: str) -> None:
     dtype = x.dtype if trees.is_array(x) else type(x)
     if dtype is int or jnp.issubdtype(dtype, jnp.integer):
         warnings.warn(
@@ -420,7 +421,7 @@ def _warn_of_integer(x: Any, name: str) -> None:
         )
 
 
-def _as_scalar(x: Any, name: str, dtype: DTypeLike) -> Any:
+def _as_scalar(x: Leaf, name: str, dtype: DTypeLike) -> Leaf:
     """Convert a number or an array to a jax array of this dtype; keep a shape."""
     if arguments.is_number(x) and dtype == jnp.int32:
         arguments.count(x, name, least=0)
@@ -432,7 +433,7 @@ def _as_scalar(x: Any, name: str, dtype: DTypeLike) -> Any:
     return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x, dtype)
 
 
-def _check_positive(scale: Any) -> None:
+def _check_positive(scale: Leaf) -> None:
     value = float(scale)
     if not _SMALLEST <= value <= _LARGEST:
         raise ValueError(

@@ -19,7 +19,9 @@ from jmp_lite._src import compat
 
 
 def with_tangent(
-    out: jax.Array, tangents: Sequence[Any], term: Callable[[int, Any], jax.Array]
+    out: jax.Array,
+    tangents: Sequence[jax.Array | SymbolicZero],
+    term: Callable[[int, jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Return a result and its tangent, of what is linear in each of some operands.
 
@@ -33,7 +35,7 @@ def with_tangent(
     return out, jax.lax.convert_element_type(sum(terms[1:], terms[0]), out.dtype)
 
 
-def _compiled(impl: Callable[..., Any]) -> Any:
+def _compiled(impl: Callable[..., jax.Array]) -> jax.stages.Wrapped:
     """Return a function that is traced once, with its keywords static.
 
     It is compiled as if it were written in each place, in the name scope there.
@@ -43,14 +45,14 @@ def _compiled(impl: Callable[..., Any]) -> Any:
     return jax.jit(impl, static_argnames=static, inline=True)
 
 
-_IMPLS: dict[compat.Primitive, Any] = {}
+_IMPLS: dict[compat.Primitive, jax.stages.Wrapped] = {}
 
 
-def is_new_primitive(eqn: Any) -> bool:
+def is_new_primitive(eqn: compat.JaxprEqn) -> bool:
     return eqn.primitive in _IMPLS
 
 
-def jaxpr_of_impl(eqn: Any) -> Any:
+def jaxpr_of_impl(eqn: compat.JaxprEqn) -> compat.ClosedJaxpr | None:
     """Return the closed jaxpr of an equation of `new_primitive`, None of any other."""
     if not is_new_primitive(eqn):
         return None
@@ -62,7 +64,7 @@ def jaxpr_of_impl(eqn: Any) -> Any:
 def new_primitive(
     name: str,
     impl: Callable[..., jax.Array],
-    jvp: Callable[..., Any] | None,
+    jvp: Callable[..., tuple[jax.Array, jax.Array]] | None,
     batch: Callable[..., jax.Array],
     transposes: Sequence[Callable[..., jax.Array]] = (),
     on_cpu: Callable[..., jax.Array] | None = None,
@@ -82,7 +84,7 @@ def new_primitive(
     jitted = _compiled(impl)
     _IMPLS[primitive] = jitted
 
-    def bind(*args: jax.Array, **params: Any) -> jax.Array:
+    def bind(*args: jax.Array, **params: object) -> jax.Array:
         # As JAX does for its own operations under shard_map: a gradient of what is the
         # same on all devices is summed over them.
         axes = [jax.typeof(x).manual_axis_type.varying for x in args]
@@ -195,6 +197,6 @@ def made_of_first(primitive: compat.Primitive, count: int) -> None:
     partial_eval.custom_partial_eval_rules[primitive] = rule
 
 
-def lower(primitive: compat.Primitive, fun: Callable[..., Any]) -> None:
+def lower(primitive: compat.Primitive, fun: Callable[..., jax.Array]) -> None:
     """Let XLA compile a primitive with one result as a function of its operands."""
     mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))

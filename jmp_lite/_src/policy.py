@@ -332,7 +332,7 @@ class PolicyMap:
         index = first_match([pattern for pattern, _ in self.rules], path)
         return ("", None) if index is None else self.rules[index]
 
-    def explain(self, tree: Any, role: str = "compute") -> dict[str, Any]:
+    def explain(self, tree: Any, role: str = "compute") -> dict[str, np.dtype]:
         """Return the dtype that each array of a tree is cast to.
 
         Args:
@@ -544,7 +544,7 @@ def check_patterns(
         raise ValueError(f"The pattern {pattern!r} matches no path.{remedy}")
 
 
-def check_pattern(pattern: Any) -> str:
+def check_pattern(pattern: object) -> str:
     try:
         if not isinstance(pattern, str):
             raise TypeError("not a string")

@@ -65,7 +65,7 @@ def size(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
-def short_dtype(dtype: Any) -> str:
+def short_dtype(dtype: object) -> str:
     """Return the name of a dtype as a jaxpr prints it: `"f32"`."""
     return str(dtype).replace("float", "f").replace("uint", "u").replace("int", "i")
 
@@ -245,7 +245,7 @@ class Report:
             expected, why = f"the JSON of {article} {cls.__name__}", f"({error!r})"
             raise ValueError(arguments.wrong("text", expected, text, why)) from None
 
-    def _to_fields(self) -> dict[str, Any]:
+    def _to_fields(self) -> dict[str, object]:
         """Return what JSON has: plain values and arrays."""
         derived = {name: getattr(self, name) for name in self._derived}
         return {**derived, **dataclasses.asdict(typing.cast(Any, self))}
@@ -306,7 +306,7 @@ def _lines_of(row: Sequence[str], widths: Sequence[int]) -> Iterable[tuple[str, 
     return itertools.zip_longest(*parts, fillvalue="")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a tree of values and arrays as JSON has it; inf and nan are strings."""
     if isinstance(value, Mapping):
         return {name: _plain(x) for name, x in value.items()}

@@ -6,17 +6,26 @@ handles; all others are returned as the same objects.
 """
 
 import dataclasses
+import types
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jmp_lite._src import arguments, compat, dtypes
 
 T = TypeVar("T")
+
+PyTree: TypeAlias = Any
+"""A tree of any leaves."""
+Leaf: TypeAlias = Any
+"""A leaf of a tree: an array of JAX or NumPy, a number, or any other object."""
+KeyPath: TypeAlias = tuple[Any, ...]
+"""The path of a leaf: its keys are of the classes of `jax.tree_util`."""
+Kinds: TypeAlias = type | types.UnionType | tuple[type, ...]
 
 
 def register_dataclass(cls: type[T]) -> type[T]:
@@ -46,7 +55,7 @@ def register_dataclass(cls: type[T]) -> type[T]:
     return cls
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: Leaf) -> bool:
     """Return whether a leaf is a jax or numpy array, tracer or `ShapeDtypeStruct`.
 
     NumPy's arrays of strings, objects, dates and long doubles are objects to JAX.
@@ -55,26 +64,26 @@ def is_array(x: Any) -> bool:
     return isinstance(x, kinds) and dtypes.is_of_jax(x.dtype)
 
 
-def is_number(x: Any) -> bool:
+def is_number(x: Leaf) -> bool:
     """Return whether a leaf is an array or a Python number."""
     return is_array(x) or isinstance(x, bool | int | float | complex)
 
 
-def is_castable(x: Any) -> bool:
+def is_castable(x: Leaf) -> bool:
     """Return whether a leaf is an array of bf16, f16, f32 or f64."""
     return is_array(x) and dtypes.is_castable(x.dtype)
 
 
-def find(tree: Any, kinds: Any) -> list[tuple[str, Any]]:
+def find(tree: PyTree, kinds: Kinds) -> list[tuple[str, PyTree]]:
     """Return the nodes of these types in a tree, at any depth, with their key paths."""
     leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
     return [(key_path(path), x) for path, x in leaves if isinstance(x, kinds)]
 
 
-def map_nodes(fun: Callable[[Any], Any], tree: Any, kinds: Any) -> Any:
+def map_nodes(fun: Callable[[PyTree], PyTree], tree: PyTree, kinds: Kinds) -> PyTree:
     """Map over the nodes of these types in a tree, at any depth; keep all else."""
 
-    def is_node(x: Any) -> bool:
+    def is_node(x: PyTree) -> bool:
         return isinstance(x, kinds)
 
     return jax.tree.map(lambda x: fun(x) if is_node(x) else x, tree, is_leaf=is_node)
@@ -105,7 +114,7 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
     return jax.tree.map(lambda x: _cast(x, dtype), tree)
 
 
-def cast_like(tree: T, like: Any) -> T:
+def cast_like(tree: T, like: PyTree) -> T:
     """Cast the floating arrays of a tree to the dtypes of another tree.
 
     Args:
@@ -132,19 +141,19 @@ def cast_like(tree: T, like: Any) -> T:
 def cast_at_least_float32(tree: T) -> T:
     """Cast the half-precision arrays of a tree to float32; float64 is unchanged."""
 
-    def cast(x: Any) -> Any:
+    def cast(x: Leaf) -> Leaf:
         is_half = is_array(x) and dtypes.is_half(x.dtype)
         return _cast(x, jnp.float32) if is_half else x
 
     return jax.tree.map(cast, tree)
 
 
-def multiply(tree: T, factor: Any) -> T:
+def multiply(tree: T, factor: ArrayLike) -> T:
     """Multiply the inexact leaves of a tree by a scalar, half ones in float32."""
     return jax.tree.map(lambda x: _multiply(x, factor), tree)
 
 
-def all_finite(tree: Any) -> jax.Array:
+def all_finite(tree: PyTree) -> jax.Array:
     """Return whether every number in a tree is finite.
 
     Checks floating and complex arrays and Python numbers. Integers are finite; keys,
@@ -165,7 +174,7 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.stack(verdicts).all() if verdicts else jnp.array(True)
 
 
-def worst_number(tree: Any) -> jax.Array:
+def worst_number(tree: PyTree) -> jax.Array:
     """Return 2 if a number in a tree is NaN, else 1 if one is inf, else 0: int8 `[]`.
 
     It is one reduction of each array; see `all_finite`.
@@ -182,7 +191,7 @@ def worst_number(tree: Any) -> jax.Array:
 _FACTOR = 2.0**65  # of small numbers, and of large ones its inverse
 
 
-def norm(tree: Any) -> jax.Array:
+def norm(tree: PyTree) -> jax.Array:
     """Return the 2-norm of the floating and complex arrays of a tree, f32 `[]`.
 
     It is right for all normal numbers, also where their squares are inf or 0, in one
@@ -209,7 +218,7 @@ def _added(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
     return [x + y for x, y in zip(a, b, strict=True)]
 
 
-def is_inexact(x: Any) -> bool:
+def is_inexact(x: Leaf) -> bool:
     """Return whether a leaf is scaled and checked for finite values."""
     is_complex = is_array(x) and jnp.issubdtype(x.dtype, jnp.complexfloating)
     return isinstance(x, float | complex) or is_castable(x) or is_complex
@@ -219,7 +228,7 @@ class NotABooleanScalarError(TypeError, AssertionError):
     """A predicate is not a boolean scalar; jmp raises AssertionError in this case."""
 
 
-def check_flag(x: Any, remedy: str) -> jax.Array:
+def check_flag(x: object, remedy: str) -> jax.Array:
     """Return a boolean scalar, which may be traced, as an array."""
     found = arguments.array(x) if jax.tree_util.all_leaves([x]) else None
     if found is None or found.ndim != 0 or found.dtype != jnp.bool_:
@@ -230,7 +239,7 @@ def check_flag(x: Any, remedy: str) -> jax.Array:
     return found
 
 
-def select_tree(pred: Any, a: T, b: T) -> T:
+def select_tree(pred: ArrayLike, a: T, b: T) -> T:
     """Select one of two trees: see `scale_aware.select_tree`."""
     pred = check_flag(pred, "write select_tree(pred, a, b)")
     _check_same_structure(a, b, "select_tree")
@@ -254,10 +263,10 @@ def copy_shared_buffers(tree: T) -> T:
 
 
 def first_difference(
-    a: Any,
-    b: Any,
+    a: PyTree,
+    b: PyTree,
     names: tuple[str, str] = ("the first", "the second"),
-    path: tuple[Any, ...] = (),
+    path: KeyPath = (),
 ) -> str | None:
     """Describe where two trees first differ in structure; None if they do not.
 
@@ -287,16 +296,16 @@ def first_difference(
     return None
 
 
-def key_path(path: Any) -> str:
+def key_path(path: KeyPath) -> str:
     """Return a key path as a string such as `"decoder/layers/0/kernel"`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def key_paths(tree: Any) -> list[str]:
+def key_paths(tree: PyTree) -> list[str]:
     return [key_path(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
-def _split_root(tree: Any) -> tuple[Any, str, dict[Any, Any]]:
+def _split_root(tree: PyTree) -> tuple[object, str, dict[object, PyTree]]:
     """Return the structure of a tree's root, its description and its children."""
     parts, level = jax.tree.flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     kind = "nothing" if tree is None else f"a {type(tree).__name__}"
@@ -305,14 +314,14 @@ def _split_root(tree: Any) -> tuple[Any, str, dict[Any, Any]]:
     return level, kind, {path[0]: part for path, part in parts if path}
 
 
-def with_value(x: Any) -> Any:
+def with_value(x: Leaf) -> Leaf:
     """Return a leaf that has a value, unlike a `ShapeDtypeStruct`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(f"Expected arrays, got {x}: call it inside of jax.eval_shape.")
     return x
 
 
-def _multiply(x: Any, factor: Any) -> Any:
+def _multiply(x: Leaf, factor: ArrayLike) -> Leaf:
     if not is_inexact(x):
         return x
     if not is_array(with_value(x)):
@@ -322,7 +331,7 @@ def _multiply(x: Any, factor: Any) -> Any:
     return x * jnp.asarray(factor, x.dtype)
 
 
-def _cast(x: Any, dtype: DTypeLike) -> Any:
+def _cast(x: Leaf, dtype: DTypeLike) -> Leaf:
     if not is_castable(x) or x.dtype == dtype:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -330,7 +339,7 @@ def _cast(x: Any, dtype: DTypeLike) -> Any:
     return x.astype(dtype)
 
 
-def _select(pred: jax.Array, x: Any, y: Any, path: Any) -> Any:
+def _select(pred: jax.Array, x: Leaf, y: Leaf, path: KeyPath) -> Leaf:
     if x is y or getattr(x, "dtype", None) == jax.dtypes.float0:
         return x
     arrays = arguments.array(x), arguments.array(y)
@@ -351,7 +360,7 @@ def _select(pred: jax.Array, x: Any, y: Any, path: Any) -> Any:
     return jnp.where(pred, x, y)
 
 
-def _check_same_structure(a: Any, b: Any, caller: str) -> None:
+def _check_same_structure(a: PyTree, b: PyTree, caller: str) -> None:
     # Each way: None matches anything in one of them.
     difference = first_difference(a, b)
     difference = difference or first_difference(b, a, ("the second", "the first"))

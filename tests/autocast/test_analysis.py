@@ -11,6 +11,7 @@ from jmp_lite import get_policy
 from jmp_lite._src.autocast.analysis import Analyzer
 from jmp_lite._src.autocast.options import Regions
 from jmp_lite._src.autocast.storage import FLOAT32, INPUT, Plan, Segment
+from jmp_lite._src.jaxprs.core import Var
 from jmp_lite.ops import OpRules
 
 W, B, X = jnp.ones((8, 8)), jnp.ones(8), jnp.ones((4, 8))
@@ -74,7 +75,8 @@ def test_the_example_of_segments(half):
     kept = ["dot_general", "tanh", "dot_general", "add", "tanh"]
     assert in_half(found) == kept
     first, last = segments_of(found)
-    made_by = {v: eqn.primitive.name for eqn in found.jaxpr.eqns for v in eqn.outvars}
+    eqns = found.jaxpr.eqns
+    made_by: dict[Var, str] = {v: e.primitive.name for e in eqns for v in e.outvars}
     assert [[made_by[v] for v in of.reads] for of in (first, last)] == [
         ["dot_general"],
         ["add"],

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jmp_lite._src.jaxprs.core import dtype_of
 from jmp_lite._src.jaxprs.walk import walk
 from jmp_lite._src.optimizers import blocks, rounding
 
@@ -210,7 +211,7 @@ def test_a_block_is_read_once_for_all_that_its_numbers_share():
     x, noise = jnp.ones((2, 512)), jnp.zeros((2, 512), jnp.uint32)
     jaxpr = jax.make_jaxpr(blocks.encode)(x, noise, _encode(x, noise))
     reductions = [eqn for eqn in walk(jaxpr) if "reduce" in eqn.primitive.name]
-    dtypes = [[str(v.aval.dtype) for v in eqn.outvars] for eqn in reductions]
+    dtypes = [[str(dtype_of(v)) for v in eqn.outvars] for eqn in reductions]
     assert dtypes == [["uint32", "uint8", "bool"]]
 
 

@@ -29,7 +29,7 @@ rounded. The backward pass computes the segment again from `a` and `b`.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,6 +66,7 @@ from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import CALLS, CAST, Fact, facts
 from jmp_lite._src.jaxprs.tracing import Traced, trace
+from jmp_lite._src.trees import PyTree
 
 
 class _Described(NamedTuple):
@@ -93,12 +94,12 @@ class Analyzer:
         # The `id`s of the products whose `precision` the caller set.
         self.filled_in: set[int] = set()
         self._is_fitted = False
-        self._described: dict[Any, _Described] = {}
-        self._uses: dict[Any, _Uses] = {}
-        self._plans: dict[Any, Plan] = {}
+        self._described: dict[Hashable, _Described] = {}
+        self._uses: dict[Hashable, _Uses] = {}
+        self._plans: dict[Hashable, Plan] = {}
         self._is_arithmetic: dict[int, tuple[Jaxpr, bool]] = {}
 
-    def trace(self, fun: Callable[..., Any], *args: Any, **options: Any) -> Traced:
+    def trace(self, fun: Callable[..., PyTree], *args: Any, **options: Any) -> Traced:
         """Trace a function whose jaxpr this is to plan."""
         by_scope, dtype = self.regions.any_float32, self.compute_dtype
         with half_calls.inside(dtype, by_scope):
@@ -168,7 +169,7 @@ class Analyzer:
             self._is_arithmetic[id(jaxpr)] = jaxpr, found
         return self._is_arithmetic[id(jaxpr)][1]
 
-    def _key(self, jaxpr: Jaxpr, place: Place) -> Any:
+    def _key(self, jaxpr: Jaxpr, place: Place) -> tuple[Hashable, ...]:
         return id(jaxpr), place._replace(scope=self.regions.key(place.scope))
 
     def _describe(self, jaxpr: Jaxpr, place: Place) -> _Described:
@@ -189,7 +190,7 @@ class Analyzer:
         carry = [jaxpr.invars[i] for i, _ in place.carry]
         return _Described(jaxpr, ops, structure(jaxpr, moves, carry), softmaxes)
 
-    def _op(self, eqn: Eqn, place: Place, order: Any) -> Op:
+    def _op(self, eqn: Eqn, place: Place, order: products.Order | None) -> Op:
         name, direction = eqn.primitive.name, place.direction.of(eqn)
         region = self.regions.at(place.scope, name_scopes.of(eqn))
         if region.reason == half_calls.REASON:
@@ -351,7 +352,8 @@ class Analyzer:
 
 def _linear_results(op: Op, outs: Sequence[Held], body: Body) -> list[Var]:
     """Return the results that are sums or multiples of what is stored in half."""
-    halves = [v for v, held in zip(op.eqn.outvars, outs, strict=True) if held == HALF]
+    pairs = zip(op.eqn.outvars, outs, strict=True)
+    halves: list[Var] = [v for v, held in pairs if held == HALF]
     if not halves or not isinstance(op.rule, rules.Arithmetic):
         return halves
     known = facts(op.eqn.primitive.name)
@@ -385,10 +387,10 @@ class AsWritten:
         # Gradients of float32 inputs that the program casts for a matrix product are
         # the product's accumulators.
         self.reduces_in_float32 = reduces_in_float32
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Hashable, Plan] = {}
 
     def plan_closed(
-        self, closed: ClosedJaxpr, direction: Direction = Direction.FORWARD, **_: Any
+        self, closed: ClosedJaxpr, direction: Direction = Direction.FORWARD, **_: object
     ) -> Plan:
         is_input = not direction.has_derivative_rule
         sub = control_flow.as_sub_jaxpr(closed, 0)
@@ -405,7 +407,7 @@ class AsWritten:
                 *itertools.compress(sub.jaxpr.invars, is_input),
                 *sub.jaxpr.constvars,
             )
-            moved = set(filter(core.is_f32, inputs))
+            moved: set[Var] = set(filter(core.is_f32, inputs))
             self._plans[key] = Plan(
                 jaxpr=sub.jaxpr,
                 consts=tuple(sub.consts),

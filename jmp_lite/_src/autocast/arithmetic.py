@@ -1,8 +1,7 @@
 """What segments are made of: arithmetic in float32, by what each operation does."""
 
 import functools
-from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Sequence, Set
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +10,7 @@ from jax.typing import DTypeLike
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import sums
 from jmp_lite._src.jaxprs import core
-from jmp_lite._src.jaxprs.core import F32, Eqn, Var, variables
+from jmp_lite._src.jaxprs.core import F32, Eqn, Params, Var, variables
 from jmp_lite._src.jaxprs.primitives import CAST, Fact, degrees, facts
 
 
@@ -20,7 +19,7 @@ def is_reduction(eqn: Eqn) -> bool:
     return reduces(eqn.primitive.name, eqn.params)
 
 
-def reduces(name: str, params: Mapping[str, Any]) -> bool:
+def reduces(name: str, params: Params) -> bool:
     reduces = facts(name) & (Fact.SUMS | Fact.CHOOSES | Fact.ARITHMETIC)
     return bool(reduces) and all(
         isinstance(a, int | np.integer) for a in params.get("axes", "?")
@@ -184,12 +183,13 @@ def _biased_in_norms(eqns: Sequence[Eqn]) -> list[Var]:
         of_out = axes.get(out)
         if of_out is None or facts(eqn.primitive.name) & Fact.PERMUTES:
             continue
-        arrays = [v for v in operands if v.aval.shape == out.aval.shape]
+        shape = core.shape(out)
+        arrays = [v for v in operands if core.shape(v) == shape]
         for v in arrays:
             axes.setdefault(v, set()).update(of_out)
-        others = [v.aval.shape for v in operands if v not in {*arrays, *made}]
-        biases = [shape for shape in others if len(shape) == out.aval.ndim]
-        varies = any(shape[axis] != 1 for shape in biases for axis in of_out)
+        others = [core.shape(v) for v in operands if v not in {*arrays, *made}]
+        biases = [of_other for of_other in others if len(of_other) == len(shape)]
+        varies = any(of_bias[i] != 1 for of_bias in biases for i in of_out)
         if arrays and varies and adds(eqn) and core.is_f32(out):
             found.append(out)
     return found

@@ -88,7 +88,7 @@ def _moved_from(var: Var, made_by: Mapping[Var, Eqn]) -> Var:
         bodies = compat.jaxprs_of(eqn) if eqn.primitive.name in CALLS else ()
         if len(bodies) == 1:
             body = compat.open_jaxpr(bodies[0])
-            inside = {v: e for e in body.eqns for v in e.outvars}
+            inside: dict[Var, Eqn] = {v: e for e in body.eqns for v in e.outvars}
             found = _moved_from(body.outvars[eqn.outvars.index(var)], inside)
             if found not in body.invars:
                 return var
@@ -108,10 +108,10 @@ def structure(
     `carry` are the inputs that a loop carries.
     """
     count = itertools.count()
-    origins = {v: 1 << next(count) for v in (*jaxpr.constvars, *jaxpr.invars)}
+    inputs = *jaxpr.constvars, *jaxpr.invars
+    origins: dict[Var, int] = {v: 1 << next(count) for v in inputs}
     carried = set(filter(core.is_f32, carry))
-    inputs = frozenset(origins)
-    found = Structure({}, origins, set(), set(), {}, carried, inputs, set())
+    found = Structure({}, origins, set(), set(), {}, carried, frozenset(inputs), set())
     for eqn, arithmetic in zip(jaxpr.eqns, is_arithmetic, strict=True):
         found.made_by.update(dict.fromkeys(eqn.outvars, eqn))
         is_made = not found.products.isdisjoint(variables(eqn.invars))

@@ -7,7 +7,6 @@ float32: see `sums`.
 """
 
 import functools
-import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,10 +29,11 @@ from jmp_lite._src.autocast.storage import (
     Segment,
 )
 from jmp_lite._src.autocast.sums import NO_READS, EqnReads, Reads
-from jmp_lite._src.jaxprs import binding, control_flow, core, name_scopes, sources
+from jmp_lite._src.jaxprs import binding, control_flow, core, name_scopes, repeats
 from jmp_lite._src.jaxprs.core import F32, ClosedJaxpr, Eqn, Var, is_f32
 from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts
 from jmp_lite._src.jaxprs.structure import structure
+from jmp_lite._src.trees import PyTree
 
 
 class Rounded(NamedTuple):
@@ -230,7 +230,7 @@ class Values:
         self, eqn: Eqn, operands: list[jax.Array], reads: EqnReads
     ) -> jax.Array:
         """Run an elementwise equation some of whose half operands are smaller."""
-        shape = eqn.outvars[0].aval.shape
+        shape = core.shape(eqn.outvars[0])
         for i in reads.smaller:
             in_f32, like = self.in_f32(eqn.invars[i]), self._like(reads, i)
             operands[i] = sums.spread(operands[i], in_f32, shape, *like)
@@ -369,7 +369,7 @@ class Emitter:
         args = segment, eqns, *_of_eqns(segment, eqns, plan), self.half_dtype
         return _compute(*args, operands)
 
-    def _rewrite_vjp(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+    def _rewrite_vjp(self, fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Return a rule of a VJP rewritten, in the dtypes that it was written for."""
 
         def rule(*args):
@@ -380,12 +380,12 @@ class Emitter:
 
         return rule
 
-    def _rewrite_jvp(self, eqn: Eqn, plan: EqnPlan, fun: Callable[..., Any]) -> Any:
+    def _rewrite_jvp(self, eqn: Eqn, plan: EqnPlan, fun: Callable[..., PyTree]):
         """Return the rule of a JVP rewritten, with half where the function has it."""
         ins = plan.bodies[0].ins * 2  # of primals and tangents
         uses = [Use.HALF if half else Use.FLOAT32 for half in plan.half_out * 2]
         out_dtypes = [
-            self.half_dtype if half else v.aval.dtype
+            self.half_dtype if half else core.dtype_of(v)
             for v, half in zip(eqn.outvars, plan.half_out, strict=True)
         ]
 
@@ -455,7 +455,7 @@ class Emitter:
             key = (plan, half_out)
             if key not in self._closed:
                 avals = [
-                    v.aval.update(dtype=self.half_dtype) if half else v.aval
+                    compat.aval_of(v).update(dtype=self.half_dtype) if half else v.aval
                     for v, half in zip(plan.jaxpr.invars, plan.half_in, strict=True)
                 ]
                 self._closed[key] = jax.make_jaxpr(fun)(*avals)
@@ -478,14 +478,10 @@ def _structure(
     half_dtype: DTypeLike,
 ) -> Hashable:
     """Return what is equal for segments that compute the same, at the same places."""
-
-    def place(eqn, _):
-        return (name_scopes.of(eqn), sources.source_line(eqn)), (), None
-
-    jaxpr = types.SimpleNamespace(eqns=eqns, invars=segment.reads, constvars=())
-    jaxpr.outvars = *segment.writes, *rounded
+    results = *segment.writes, *rounded
+    piece = repeats.Piece(eqns[0].source_info, eqns, segment.reads, results)
     options = segment.half_in, segment.half_out, segment.compares
-    return structure(jaxpr, place), options, bounded, half_dtype
+    return structure(piece, repeats.place), options, bounded, half_dtype
 
 
 def _compute(

@@ -46,7 +46,7 @@ class OpDecision:
         other operations. A symbolic dimension counts as 4096.
       aligned: whether all dimensions of a matrix product are multiples of 8.
       times: how often it runs: the trips of the loops around it, multiplied, with 1 for
-        those that are not known; all its calls together.
+        a `while`; all its calls together.
       calls: how often the program has it at this place: once for each call of the
         function that it is in.
     """
@@ -93,7 +93,7 @@ class AutocastReport(reports.Report):
         those of the program itself.
       matmul_precision: the setting of `jax.default_matmul_precision` at the call, None
         for the default. Matrix products that stay in float32 are computed with it.
-      counted_once: how many `while` loops there are whose trips are not known: what is
+      counted_once: how many `while` loops there are, whose trips are not known: what is
         in them counts as if it ran once.
     """
 
@@ -212,7 +212,7 @@ _NUMBERS = ("products\nin half", "FLOPs", "not ×8", "other ops\nin half")
 
 @transform.takes_function
 def explain(
-    fun: Callable[P, Any],
+    fun: Callable[P, object],
     policy: Policy | PolicyMap | str = "mixed",
     *,
     rules: OpRules | Mapping[str, str] | None = None,

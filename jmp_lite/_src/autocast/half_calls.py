@@ -30,9 +30,10 @@ from jax.typing import DTypeLike
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding, core, name_scopes
-from jmp_lite._src.jaxprs.core import F32, ClosedJaxpr, Eqn, Jaxpr
+from jmp_lite._src.jaxprs.core import F32, ClosedJaxpr, Eqn
 from jmp_lite._src.jaxprs.primitives import CAST
 from jmp_lite._src.jaxprs.tracing import Traced, fill, is_traceable, trace
+from jmp_lite._src.trees import KeyPath, PyTree
 
 REASON = "in_half"
 
@@ -48,7 +49,7 @@ class Tracing(NamedTuple):
 _context = jax.make_user_context(default_value=None)
 
 
-def outside() -> Any:
+def outside() -> contextlib.AbstractContextManager[None]:
     """Return a context in which `in_half` functions are called as they are."""
     return _context(None)
 
@@ -115,7 +116,7 @@ def excepted(except_: Any, fun: Callable[..., Any], name: str) -> Callable[[Any]
     names = {dict(enumerate(positional)).get(x, x) for x in given}
     places = {positional.index(x) if x in positional else x for x in given}
 
-    def is_excepted(path: Any) -> bool:
+    def is_excepted(path: KeyPath) -> bool:
         in_args, argument = path[0].idx == 0, path[1]
         return argument.idx in places if in_args else argument.key in names
 
@@ -127,13 +128,13 @@ _ANY_NUMBER = inspect.Parameter.VAR_POSITIONAL
 
 
 def call(
-    fun: Callable[..., Any],
+    fun: Callable[..., PyTree],
     name: str,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
     how: Tracing,
-    is_excepted: Callable[[Any], bool],
-) -> Any:
+    is_excepted: Callable[[KeyPath], bool],
+) -> PyTree:
     """Call a function with its float32 arrays in half, and mark what it does.
 
     The argument at a key path of `(args, kwargs)` that `is_excepted` stays as it is.
@@ -191,7 +192,7 @@ def call(
     return as_written.restore(outs)
 
 
-def _call(traced: Traced, name: str) -> list[Any]:
+def _call(traced: Traced, name: str) -> list[jax.Array]:
     """Run a traced function, as one equation of its name in the jaxpr."""
     jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
 
@@ -247,13 +248,13 @@ def choose(closed: ClosedJaxpr, is_half: Callable[[str, str], bool]) -> ClosedJa
     """
 
     @functools.cache  # equal sub-jaxprs stay one object
-    def in_scope(jaxpr: Jaxpr, scope: str) -> Any:
+    def in_scope(jaxpr, scope):
         eqns = compat.open_jaxpr(jaxpr).eqns
         made = [chosen(eqn, scope) for eqn in eqns]
         is_same = all(a is b for a, b in zip(eqns, made, strict=True))
         return jaxpr if is_same else compat.with_eqns(jaxpr, made)
 
-    def chosen(eqn: Eqn, scope: str) -> Any:
+    def chosen(eqn: Eqn, scope: str) -> Eqn:
         stack = name_scopes.of(eqn)
         if is_choice(eqn):
             branch = eqn.params["branches"][0 if is_half(scope, stack) else -1]

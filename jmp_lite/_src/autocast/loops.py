@@ -51,7 +51,8 @@ def find_shared(eqn: Eqn, body: Plan) -> dict[int, Shared]:
     if eqn.effects or body.place.direction is not Direction.FORWARD:
         return {}
     num_consts, _ = compat.scan_counts(eqn.params) or (0, 0)
-    positions = {v: i for i, v in enumerate(body.jaxpr.invars[:num_consts])}
+    consts = body.jaxpr.invars[:num_consts]
+    positions: dict[Var, int] = {v: i for i, v in enumerate(consts)}
     kept = set(core.variables(body.jaxpr.outvars))  # and what others read, too
     runs = {x.product if isinstance(x, Part) else x for x in body.steps}
     found = {}
@@ -74,7 +75,7 @@ def _is_shared(weight: Var, eqn: Eqn, plan: EqnPlan) -> bool:
     if plan.rule.is_fp8 or len(others) != 1 or compat.is_literal(others[0]):
         return False
     is_smaller = core.size(others[0]) + core.size(out) < 2 * core.size(weight)
-    return is_smaller and not compat.is_placed(out.aval)
+    return is_smaller and not compat.is_placed(compat.aval_of(out))
 
 
 def multiply(
@@ -83,7 +84,7 @@ def multiply(
     operands: Sequence[jax.Array],
     shared: Shared,
     half_dtype: DTypeLike,
-) -> Any:
+) -> jax.Array:
     """Return a shared product, whose derivative is that of the zeros beside it."""
     is_half = plan.half_out[0] or core.is_half(eqn.outvars[0])
     run = functools.partial(products.run_in_order, plan.rule.order)
@@ -96,7 +97,7 @@ def scan(
     body: Plan,
     run_body: RunBody,
     operands: Sequence[jax.Array],
-    in_f32: Callable[[int], Any],
+    in_f32: Callable[[int], jax.Array],
     half_dtype: DTypeLike,
 ) -> Sequence[jax.Array]:
     """Run a scan; `in_f32` returns an operand in float32."""
@@ -151,7 +152,7 @@ def scan(
             return jax.jvp(lambda x: loop(weights, fill(x), {})[0], (moved,), (dots,))
         length, eqns = eqn.params["length"], body.jaxpr.eqns
         zeros = {
-            i: jnp.zeros((length, *eqns[i].outvars[0].aval.shape), half_dtype)
+            i: jnp.zeros((length, *core.shape(eqns[i].outvars[0])), half_dtype)
             for i in moves
         }
         (outs, factors), linear = jax.linearize(

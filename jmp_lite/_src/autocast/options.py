@@ -5,7 +5,7 @@ import difflib
 import functools
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 
 from jmp_lite._src import arguments, compat, dtypes, fp8
 from jmp_lite._src.autocast import half_calls
-from jmp_lite._src.autocast.rules import CLASSES
 from jmp_lite._src.autocast.storage import Region
 from jmp_lite._src.jaxprs.name_scopes import (
     AUTOCAST,
@@ -22,7 +21,7 @@ from jmp_lite._src.jaxprs.name_scopes import (
     join,
     without_marks,
 )
-from jmp_lite._src.jaxprs.primitives import PRIMITIVES, Fact, facts
+from jmp_lite._src.jaxprs.primitives import CLASSES, PRIMITIVES, Fact, facts
 from jmp_lite._src.policy import (
     Policy,
     PolicyMap,
@@ -30,6 +29,8 @@ from jmp_lite._src.policy import (
     paths_around,
     policies_of,
 )
+
+Classes: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]
 
 
 @jax.tree_util.register_static
@@ -64,7 +65,7 @@ class OpRules:
       ('float32', 'unchanged')
     """
 
-    classes: Any
+    classes: Any  # accepts `Classes`, stored as a hashable tuple of pairs
     half_results: bool = True
     fp8_min_size: int = fp8.MIN_SIZE
     recompute: bool | None = None
@@ -119,7 +120,7 @@ class OpRules:
         return cls(classes, half_results)
 
     @classmethod
-    def only(cls, classes: Any) -> "OpRules":
+    def only(cls, classes: Classes) -> "OpRules":
         """Return rules for some primitives; all others run as the program has them.
 
         Args:
@@ -199,13 +200,13 @@ def resolve_rules(
     )
 
 
-def _printed(classes: Any) -> dict[Any, Any]:
+def _printed(classes: Classes) -> dict[str, str]:
     """Return classes by name as JAX prints it: some have a dash, as keywords cannot."""
     dashed = {x.replace("-", "_"): x for x in PRIMITIVES if "-" in x}
     return {dashed.get(name, name): c for name, c in _table(classes).items()}
 
 
-def _table(classes: Any) -> dict[Any, Any]:
+def _table(classes: Classes) -> dict[str, str]:
     try:
         return dict(classes)
     except (TypeError, ValueError):
@@ -295,7 +296,7 @@ class Regions:
         return _region_of(policy, results.get(policy.output_dtype))
 
 
-def _region_of(policy: Any, half_results: bool | None = None) -> Region:
+def _region_of(policy: Policy, half_results: bool | None = None) -> Region:
     if policy.compute_dtype == jnp.float32:
         return Region(is_half=False, reason="its policy computes in float32")
     return Region(

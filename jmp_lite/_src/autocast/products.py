@@ -24,7 +24,7 @@ COMPLEX = "complex"  # why a product of complex numbers is not in half
 
 def run(
     eqn: Eqn, operands: Sequence[jax.Array], half_dtype: DTypeLike, half_result: bool
-) -> Any:
+) -> jax.Array:
     """Return the product of operands in half, in half or in f32 from the accumulator.
 
     It casts float32 operands. Their gradients are the float32 accumulators of products:
@@ -40,7 +40,7 @@ def flops(eqn: Eqn) -> int:
     """
     if eqn.primitive.name not in NAMES or is_outer(eqn):
         return 0
-    (lhs, rhs), out = (v.aval.shape for v in eqn.invars[:2]), eqn.outvars[0].aval.shape
+    lhs, rhs, out = map(core.shape, (*eqn.invars[:2], eqn.outvars[0]))
     if eqn.primitive.name == "dot_general":
         summed = dimensions(eqn)[2:]
     elif is_convolution(eqn):
@@ -52,14 +52,14 @@ def flops(eqn: Eqn) -> int:
 
 
 def is_complex(eqn: Eqn) -> bool:
-    return jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating)
+    return jnp.issubdtype(compat.aval_of(eqn.outvars[0]).dtype, jnp.complexfloating)
 
 
 def is_half_product(eqn: Eqn) -> bool:
     """Return whether an equation is a product of two half operands of one dtype."""
     if eqn.primitive.name not in NAMES:
         return False
-    lhs, rhs = (v.aval.dtype for v in eqn.invars[:2])
+    lhs, rhs = (compat.aval_of(v).dtype for v in eqn.invars[:2])
     is_default = fp8.is_default_precision(eqn.params.get("precision"))
     return is_default and lhs == rhs and dtypes.is_half(lhs)
 
@@ -73,7 +73,7 @@ def dimensions(eqn: Eqn) -> list[int]:
     """Return the dimensions of a matrix product that its tiles run over."""
     if eqn.primitive.name != "dot_general":
         return []
-    lhs, rhs = (v.aval for v in eqn.invars)
+    lhs, rhs = map(compat.aval_of, eqn.invars)
     return fp8.sizes(lhs, rhs, eqn.params["dimension_numbers"])
 
 
@@ -95,7 +95,7 @@ def why_not_half(eqn: Eqn, is_filled_in: bool, compute_dtype: DTypeLike) -> str:
     """
     if is_complex(eqn):
         return COMPLEX
-    others = [v for v in eqn.invars if v.aval.dtype != compute_dtype]
+    others = [v for v in eqn.invars if core.dtype_of(v) != compute_dtype]
     if any(core.is_float(v) and not core.is_f32(v) for v in (*others, *eqn.outvars)):
         return "a dtype the program chose"
     if is_outer(eqn):
@@ -110,9 +110,9 @@ def why_not_fp8(eqn: Eqn, min_size: int) -> str:
     if eqn.primitive.name != "dot_general":
         is_ragged = eqn.primitive.name.startswith("ragged")
         return "a ragged product" if is_ragged else "a convolution"
-    lhs, rhs = (v.aval for v in eqn.invars)
-    dimensions, sharding = map(eqn.params.get, ("dimension_numbers", "out_sharding"))
-    return fp8.why_not(lhs, rhs, dimensions, out_sharding=sharding, min_size=min_size)
+    lhs, rhs = map(compat.aval_of, eqn.invars)
+    numbers, sharding = eqn.params["dimension_numbers"], eqn.params.get("out_sharding")
+    return fp8.why_not(lhs, rhs, numbers, out_sharding=sharding, min_size=min_size)
 
 
 # Products whose result is transposed.
@@ -127,8 +127,8 @@ def why_not_fp8(eqn: Eqn, min_size: int) -> str:
 class Order(NamedTuple):
     """How a product makes its result in the order in which it is read."""
 
-    operands: Any  # pairs: which, and how it is transposed
-    dimension_numbers: Any  # of what is multiplied
+    operands: Sequence[tuple[int, Sequence[int]]]  # which, and how it is transposed
+    dimension_numbers: tuple[Sequence[Any], Sequence[Any]]  # of what is multiplied
     back: tuple[int, ...]  # from the order that is made to that of the program
 
 
@@ -157,10 +157,11 @@ def _order(eqn: Eqn, permutation: tuple[int, ...] | None) -> Order | None:
         return None
     moves_of, wanted, size = [], [], core.size(eqn.outvars[0])
     for operand, *dims in zip(eqn.invars[:2], contracted, batch, strict=True):
-        free = [i for i in range(operand.aval.ndim) if i not in (*dims[0], *dims[1])]
+        ndim = len(core.shape(operand))
+        free = [i for i in range(ndim) if i not in (*dims[0], *dims[1])]
         start = rank + sum(map(len, wanted))
         wanted.append([i for i in permutation if start <= i < start + len(free)])
-        moves = [*range(operand.aval.ndim)]
+        moves = [*range(ndim)]
         for i, j in zip(free, wanted[-1], strict=True):
             moves[i] = free[j - start]
         if moves != sorted(moves) and core.size(operand) >= size:
@@ -181,7 +182,7 @@ def run_in_order(
     operands: Sequence[jax.Array],
     half_dtype: DTypeLike,
     half_result: bool,
-) -> Any:
+) -> jax.Array:
     """Return what `run` makes of a product, in such an order."""
     if order is None:
         return run(eqn, operands, half_dtype, half_result)
@@ -207,8 +208,8 @@ def _halves(operands: Sequence[jax.Array], half_dtype: DTypeLike) -> list[jax.Ar
 class _How(NamedTuple):
     """A product of operands in half, or in float32, which it casts."""
 
-    primitive: Any
-    params: tuple[tuple[str, Any], ...]
+    primitive: compat.Primitive
+    params: tuple[tuple[str, object], ...]
     half_dtype: DTypeLike
     half_result: bool
 
@@ -361,21 +362,19 @@ def find_softmaxes(jaxpr: Jaxpr) -> dict[int, Softmax]:
         if eqn.primitive.name != "div" or any(map(compat.is_literal, eqn.invars)):
             continue
         numerator, denominator = eqn.invars
-        exp: Any = made_by.get(numerator)
-        spread: Any = made_by.get(denominator)
-        if _name(exp) != "exp" or not facts(_name(spread)) & Fact.IN_ORDER:
+        exp, spread = made_by.get(numerator), made_by.get(denominator)
+        if exp is None or spread is None or exp.primitive.name != "exp":
             continue
-        total: Any = made_by.get(spread.invars[0])
-        if _name(total) != "reduce_sum" or total.invars[0] is not numerator:
+        total = made_by.get(spread.invars[0])
+        if total is None or total.primitive.name != "reduce_sum":
+            continue
+        is_of_exp = total.invars[0] is numerator
+        if not is_of_exp or not facts(spread.primitive.name) & Fact.IN_ORDER:
             continue
         axes = tuple(total.params["axes"])
-        if _keeps_dims(spread, numerator.aval.shape, axes):
+        if _keeps_dims(spread, core.shape(numerator), axes):
             found[index] = Softmax(exp.invars[0], axes)
     return found
-
-
-def _name(eqn: Eqn) -> str:
-    return "" if eqn is None else eqn.primitive.name
 
 
 def _keeps_dims(spread: Eqn, shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
@@ -383,7 +382,7 @@ def _keeps_dims(spread: Eqn, shape: tuple[int, ...], axes: tuple[int, ...]) -> b
     kept = tuple(1 if i in axes else d for i, d in enumerate(shape))
     others = tuple(i for i in range(len(shape)) if i not in axes)
     dims = spread.params.get("broadcast_dimensions", others)
-    return spread.outvars[0].aval.shape == kept and dims == others
+    return core.shape(spread.outvars[0]) == kept and dims == others
 
 
 def _softmax_impl(

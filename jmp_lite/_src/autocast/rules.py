@@ -10,12 +10,14 @@ import dataclasses
 from collections.abc import Hashable, Sequence, Set
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jmp_lite._src import compat, dtypes, fp8
 from jmp_lite._src.autocast import digits, half_calls, products, sums
 from jmp_lite._src.autocast.digits import Structure, Use
+from jmp_lite._src.autocast.emit import Values
 from jmp_lite._src.autocast.storage import (
     FLOAT32,
     HALF,
@@ -30,7 +32,7 @@ from jmp_lite._src.autocast.storage import (
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Var
-from jmp_lite._src.jaxprs.primitives import CALLS, CAST, Fact, facts
+from jmp_lite._src.jaxprs.primitives import CALLS, CAST, CLASSES, Fact, facts
 
 # What is smaller is a scalar or a few of them, and no array that pays to round.
 _FEW = 64
@@ -58,7 +60,7 @@ class Body(NamedTuple):
     linear: set[Var]  # sums and multiples of what is stored in half
 
     @property
-    def compute_dtype(self) -> Any:
+    def compute_dtype(self) -> DTypeLike:
         return self.analyzer.compute_dtype
 
     def inside(self, op: Op, sub: SubJaxpr) -> Place:
@@ -115,8 +117,8 @@ class Rule:
         outs = [FLOAT32 if core.is_f32(v) else OTHER for v in eqn.outvars]
         return EqnPlan(self, *none, reason=reason), outs
 
-    def run(self, eqn: Eqn, plan: EqnPlan, values: Any) -> Sequence[Any]:
-        """Return the results of an equation, from `emit.Values`."""
+    def run(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[jax.Array]:
+        """Return the results of an equation."""
         return values.apply(eqn, plan.half_in)
 
 
@@ -221,8 +223,8 @@ class CastByHand(Rule):
     is_product, casts_inputs = True, True
 
     def run(self, eqn, plan, values):
-        half = eqn.invars[0].aval.dtype
-        is_half = dtypes.is_half(eqn.outvars[0].aval.dtype)
+        half = compat.aval_of(eqn.invars[0]).dtype
+        is_half = core.is_half(eqn.outvars[0])
         operands = values.read(eqn.invars, plan.half_in)
         for i, var in enumerate(eqn.invars[:2]):
             operands[i] = values.before_cast(var, operands[i])
@@ -544,9 +546,6 @@ CAST_BY_HAND, CALLED = CastByHand(), Called()
 MOVE_IN_SEGMENT = Arithmetic("passthrough")
 FP8, FP8_BACKWARD = Fp8(fp8.FORWARD), Fp8(fp8.GRADIENT)
 
-CLASSES = ("half", "float32", "promote", "passthrough", "unchanged")
-"""The classes of primitives."""
-
 _ARITHMETIC = {name: Arithmetic(name) for name in CLASSES}
 _WRITTEN = {name: Written(name) for name in CLASSES} | {"unchanged": WRITTEN}
 
@@ -567,7 +566,7 @@ def rule_for(eqn: Eqn, op_class: str, is_arithmetic: bool) -> Rule:
 def is_retyping(eqn: Eqn) -> bool:
     """Return whether an equation only makes a dtype weak or strong."""
     is_cast = eqn.primitive.name == CAST
-    return is_cast and eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
+    return is_cast and core.dtype_of(eqn.invars[0]) == eqn.params["new_dtype"]
 
 
 def is_move_or_cast(eqn: Eqn) -> bool:

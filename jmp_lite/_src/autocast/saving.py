@@ -4,6 +4,7 @@ from typing import Any
 
 from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.arithmetic import reduces
+from jmp_lite._src.compat import Primitive, ShapedArray
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.primitives import Fact, facts
 
@@ -11,7 +12,7 @@ from jmp_lite._src.jaxprs.primitives import Fact, facts
 _FEW = 8
 
 
-def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
+def save_products(primitive: Primitive, *avals: ShapedArray, **params: Any) -> bool:
     """Save the results of products, sums and softmax; compute the rest again.
 
     A policy for `jax.checkpoint` and `nn.remat`, for one layer or a whole function. No
@@ -47,14 +48,14 @@ def save_products(primitive: Any, *avals: Any, **params: Any) -> bool:
     return is_of_autocast or is_product or saves_sums(primitive, *avals, **params)
 
 
-def saves_totals(primitive: Any, *avals: Any, **params: Any) -> bool:
+def saves_totals(primitive: Primitive, *avals: ShapedArray, **params: Any) -> bool:
     """Return whether the result of an operation is a statistic, which is kept."""
     if not reduces(primitive.name, params):
         return False
     return core.total(avals[0].shape[i] for i in params["axes"]) >= _FEW
 
 
-def saves_sums(primitive: Any, *avals: Any, **params: Any) -> bool:
+def saves_sums(primitive: Primitive, *avals: ShapedArray, **params: Any) -> bool:
     """Return whether the result is a statistic that is a sum, not a largest number.
 
     The gradient of a largest number goes to what equals it. Computed again in another

@@ -86,7 +86,9 @@ class Search:
         # What is returned has no use if the caller does not read it.
         self.uses = defaultdict(int, uses)
         self.has_segments, self.is_in_loop = has_segments, is_in_loop
-        self.made_by = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.made_by: dict[Var, int] = {
+            v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars
+        }
         self.readers: dict[Var, list[int]] = defaultdict(list)
         self.returned = set(variables(jaxpr.outvars))
         self.is_alive = self._find_alive()
@@ -233,7 +235,7 @@ class Search:
 
     def _stored(self) -> set[Var]:
         """Return what is stored in half."""
-        half = {v for v in self.jaxpr.invars if self.held[v] == HALF}
+        half: set[Var] = {v for v in self.jaxpr.invars if self.held[v] == HALF}
         for i, (eqn, plan) in enumerate(zip(self.eqns, self.plans, strict=True)):
             if self.is_inside[i]:
                 half.update(filter(self._is_stored_in_half, eqn.outvars))

@@ -4,8 +4,10 @@ import dataclasses
 import enum
 import functools
 import math
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -202,7 +204,7 @@ class Plan:
     """What is decided for a jaxpr."""
 
     jaxpr: Jaxpr  # open
-    consts: tuple[Any, ...]
+    consts: tuple[jax.Array, ...]
     eqn_plans: tuple[EqnPlan, ...]
     ins: tuple[Held, ...]
     outs: tuple[Held, ...]
@@ -267,9 +269,9 @@ class Placed(NamedTuple):
     plan: EqnPlan
     scope: str  # around its jaxpr
     line_around: str  # that of the equation that it is inside of
-    trips: int | None = 1  # of its sub-jaxprs each time it runs; None: not known
+    trips: int | None = 1  # of its sub-jaxprs each time it runs; None of a `while`
     calls: int = 1  # how often it is there: once for each call of what it is a part of
-    times: int = 1  # the calls, times the trips of loops around, 1 for those not known
+    times: int = 1  # the calls, times the trips of loops around, 1 for a `while`
 
     @property
     def layer(self) -> str:
@@ -303,36 +305,25 @@ def walk(plan: Plan, *, has_places: bool = True) -> list[Placed]:
     """
 
     @functools.cache
-    def visit(plan: Plan, *place: Any) -> list[Placed]:
-        rows: dict[Any, Placed] = {}
-        for row in visit_eqns(plan, *place):
+    def visit(plan: Plan, scope: str, line: str) -> list[Placed]:
+        rows: dict[Hashable, Placed] = {}
+        for row in visit_eqns(plan, scope, line):
             key = (id(row.eqn), *row[1:5])
             calls, times = rows[key][5:] if key in rows else (0, 0)
             rows[key] = row._replace(calls=calls + row.calls, times=times + row.times)
         return list(rows.values())
 
-    def visit_eqns(plan: Plan, scope: str, line: str, integers: Any):
-        known = dict(zip(plan.jaxpr.invars, integers, strict=True))
+    def visit_eqns(plan: Plan, scope: str, line: str) -> Iterator[Placed]:
         for eqn, eqn_plan in zip(plan.jaxpr.eqns, plan.eqn_plans, strict=True):
-            row = Placed(eqn, eqn_plan, scope, line)
-            if not eqn_plan.bodies:
-                yield row
-                continue
-            ins = [control_flow.integer(v, known) for v in eqn.invars]
-            row = row._replace(trips=control_flow.trips(eqn, ins))
+            trips = control_flow.trips(eqn) if eqn_plan.bodies else 1
+            row = Placed(eqn, eqn_plan, scope, line, trips)
             yield row
             inside = ("", "")
-            if has_places:
+            if eqn_plan.bodies and has_places:
                 inside = name_scopes.join(scope, name_scopes.of(eqn)), row.line
-            is_loop = eqn.primitive.name in LOOPS
-            trips = 1 if row.trips is None else row.trips
-            subs = control_flow.sub_jaxprs(eqn) or ()
-            for sub, body in zip(subs, eqn_plan.bodies, strict=True):
-                integers = [
-                    None if is_loop and k in sub.fixed_in else ins[i]
-                    for k, i in enumerate(sub.operands)
-                ]
-                for of_body in visit(body, *inside, tuple(integers)):
-                    yield of_body._replace(times=of_body.times * trips)
+            for body in eqn_plan.bodies:
+                for of_body in visit(body, *inside):
+                    times = of_body.times * (1 if trips is None else trips)
+                    yield of_body._replace(times=times)
 
-    return visit(plan, "", "", (None,) * len(plan.jaxpr.invars))
+    return visit(plan, "", "")

@@ -20,20 +20,21 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.experimental import jet
 from jax.interpreters import ad, batching
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jmp_lite._src import compat, new_primitives
 from jmp_lite._src.jaxprs import binding, core
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, is_f32, variables
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Params, Var, is_f32, variables
 from jmp_lite._src.jaxprs.primitives import Fact, facts, has
 
 # The primitive.
@@ -56,18 +57,18 @@ _differentiate_as_p = compat.Primitive("differentiate_as")
 
 @_differentiate_as_p.def_impl
 @_differentiate_as_p.def_abstract_eval
-def _value_of(value: Any, *others: Any) -> Any:
+def _value_of(value: jax.Array, *others: jax.Array) -> jax.Array:
     return value
 
 
-def _jvp(primals: Any, tangents: Any) -> Any:
+def _jvp(primals, tangents):
     value = differentiate_as(*primals)
     if isinstance(tangents[1], ad.Zero):
         return value, ad.Zero(jax.typeof(value).to_tangent_aval())
     return value, lax.convert_element_type(tangents[1], value.dtype)
 
 
-def _transpose(cotangent: Any, value: Any, expression: Any, *like: Any) -> Any:
+def _transpose(cotangent, value, expression, *like):
     # That of a cast of the expression: no other operand has a cotangent.
     cotangents = new_primitives.no_cotangents((value, expression, *like))
     if ad.is_undefined_primal(expression) and not isinstance(cotangent, ad.Zero):
@@ -86,13 +87,13 @@ def all_mapped(operands: Any, axes: Any, count: int | None = None) -> list[jax.A
     ]
 
 
-def _batch(operands: Any, axes: Any) -> Any:
+def _batch(operands, axes):
     value, expression = all_mapped(operands, axes, 2)
     # A `vmap` around this one still needs `like`.
     return differentiate_as(value, expression, *operands[2:]), 0
 
 
-def _jet(primals: Any, series: Any) -> Any:
+def _jet(primals, series):
     value = differentiate_as(*primals)
     return value, [lax.convert_element_type(x, value.dtype) for x in series[1]]
 
@@ -118,13 +119,13 @@ def without_derivative(x: jax.Array) -> jax.Array:
 # Operations.
 
 
-def cast(x: Any, dtype: DTypeLike) -> jax.Array:
+def cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Cast an array where it was made."""
     return binding.in_mesh_of(x, lax.convert_element_type, x, dtype)
 
 
 def spread(
-    value: jax.Array, expression: jax.Array, shape: tuple[int, ...], *like: Any
+    value: jax.Array, expression: jax.Array, shape: tuple[int, ...], *like: jax.Array
 ) -> jax.Array:
     """Return `value` broadcast to `shape`; its gradient is summed in float32.
 
@@ -162,7 +163,7 @@ def sums_backward(eqn: Eqn) -> bool:
     return bool(facts(name) & Fact.REPEATS) or is_padded_with_variable
 
 
-def _has_no_windows_apart(params: Mapping[str, Any]) -> bool:
+def _has_no_windows_apart(params: Params) -> bool:
     """Return whether a number may be in several windows, or is in none."""
     if "window_strides" not in params:
         return True
@@ -209,14 +210,15 @@ def _mean_of_chosen(
 
 def _takes_one_along_an_axis(eqn: Eqn) -> bool:
     """Return whether a gather is `take_along_axis` of one index, as of labels."""
-    numbers, operand = eqn.params["dimension_numbers"], eqn.invars[0].aval
+    numbers = eqn.params["dimension_numbers"]
+    operand, indices = map(compat.aval_of, eqn.invars)
     others = tuple(i for i in range(operand.ndim) if i not in numbers.start_index_map)
     return (
         len(others) == operand.ndim - 1
         and numbers.operand_batching_dims == others
         and numbers.start_indices_batching_dims == others
         and numbers.collapsed_slice_dims == numbers.start_index_map
-        and eqn.invars[1].aval.size == math.prod(operand.shape[i] for i in others)
+        and indices.size == math.prod(operand.shape[i] for i in others)
         and eqn.params["mode"] != lax.GatherScatterMode.CLIP
     )
 
@@ -233,7 +235,7 @@ def _one_along_an_axis(eqn: Eqn, in_f32: jax.Array, indices: jax.Array) -> jax.A
         place = lax.broadcasted_iota(indices.dtype, in_f32.shape, axis)
         is_there = place == lax.squeeze(indices, (indices.ndim - 1,))
         chosen = lax.select(is_there, in_f32, lax.full_like(in_f32, 0))
-        return jnp.sum(chosen, axis).reshape(eqn.outvars[0].aval.shape)
+        return jnp.sum(chosen, axis).reshape(core.shape(eqn.outvars[0]))
 
     # A loop would keep the mask.
     return jax.checkpoint(total, prevent_cse=False)(in_f32, indices)
@@ -252,7 +254,7 @@ def bound(x: Any, dtype: DTypeLike) -> Any:
     return differentiate_as(_bounded(x, dtype=dtype), x)
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: ArrayLike) -> bool:
     """Return whether it is a number that the program itself has."""
     return np.ndim(x) == 0 and not isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
@@ -327,7 +329,7 @@ def saturate(x: jax.Array, *, dtype: DTypeLike) -> jax.Array:
     return lax.convert_element_type(lax.select(is_infinite, x, bounded), dtype)
 
 
-def in_context(x: Any) -> Any:
+def in_context(x: jax.Array) -> jax.Array:
     """Return an argument whose gradient has the mesh of the context in its type.
 
     In JAX it has it if axes of the mesh are explicit, also if the argument was made
@@ -340,7 +342,7 @@ def in_context(x: Any) -> Any:
     return _in_context(x) if is_outside and is_float else x
 
 
-def _put_in_context(ct: jax.Array, aval: Any) -> jax.Array:
+def _put_in_context(ct: jax.Array, aval: ShapedArray) -> jax.Array:
     return jax.sharding.reshard(ct, jax.typeof(ct).sharding.spec)
 
 
@@ -395,8 +397,8 @@ def find_reads(
     """
     differentiated = find_differentiated(jaxpr)
     by_eqn, reads, reads_in_f32 = {}, collections.Counter(of_segments), set()
-    inputs = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
-    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    inputs: dict[Var, int] = {v: 1 << i for i, v in enumerate(jaxpr.invars)}
+    made_by: dict[Var, Eqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for index, (eqn, cast_in) in enumerate(zip(jaxpr.eqns, half_in, strict=True)):
         pairs = zip(eqn.invars, cast_in, strict=True)
         half = [is_cast or core.is_half(v) for v, is_cast in pairs]
@@ -430,35 +432,37 @@ def _repeats(eqn: Eqn, made_by: Mapping[Var, Eqn]) -> int:
     """
 
     @functools.cache
-    def constant(var: Var) -> Any:
+    def constant(var: compat.Var) -> Any:
         """Return the array that a variable is, None if that is not known."""
         eqn = made_by.get(var)
         if eqn is None or eqn.effects:
             return None
-        if core.has_symbol((*var.aval.shape, *eqn.params.values())):
+        shape = core.shape(var)
+        if core.has_symbol((*shape, *eqn.params.values())):
             return None
         known, index = facts(eqn.primitive.name), eqn.outvars.index(var)
         operands = [v.val if compat.is_literal(v) else constant(v) for v in eqn.invars]
         if any(x is None for x in operands):
             return None
         if known & Fact.IN_ORDER and not known & Fact.REPEATS:  # over devices, say
-            return np.reshape(operands[index], var.aval.shape)
+            return np.reshape(operands[index], shape)
         return binding.bind_here(eqn, operands)[index]
 
-    numbers, (operand, indices) = eqn.params["dimension_numbers"], eqn.invars
+    numbers = eqn.params["dimension_numbers"]
+    operand, indices = map(compat.aval_of, eqn.invars)
     if len(numbers.start_index_map) != 1:
         return 0
     (axis,) = numbers.start_index_map
-    rows, shape = operand.aval.shape[axis], [*operand.aval.shape]
-    if core.has_symbol((rows, *indices.aval.shape)):
+    rows, shape = operand.shape[axis], [*operand.shape]
+    if core.has_symbol((rows, *indices.shape)):
         return 0
-    times, shape[axis] = indices.aval.size // max(rows, 1), indices.aval.size
+    times, shape[axis] = indices.size // max(rows, 1), indices.size
     is_along_axis = numbers.offset_dims == (*range(axis), *range(axis + 1, len(shape)))
-    is_along_axis = is_along_axis and eqn.outvars[0].aval.shape == tuple(shape)
+    is_along_axis = is_along_axis and core.shape(eqn.outvars[0]) == tuple(shape)
     if not is_along_axis or times * rows != shape[axis]:
         return 0
     with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
-        found = np.ravel(constant(indices))
+        found = np.ravel(constant(eqn.invars[1]))
     expected = np.repeat(np.arange(rows), times)
     return times if np.array_equal(found, expected) else 0
 
@@ -482,19 +486,19 @@ def find_differentiated(jaxpr: Jaxpr) -> frozenset[Var]:
 
 
 def _eqn_reads(
-    eqn: Eqn, half: Any, differentiated: Any, inputs: Mapping[Var, int]
+    eqn: Eqn, half: Sequence[bool], differentiated: Set[Var], inputs: Mapping[Var, int]
 ) -> EqnReads:
     name, like, smaller = eqn.primitive.name, {}, []
     known = facts(name)
     if known & (Fact.BROADCASTS | Fact.JOINS):
-        shape = eqn.outvars[0].aval.shape
+        shape = core.shape(eqn.outvars[0])
         for i, var in enumerate(eqn.invars):
             if not half[i] or compat.is_literal(var) or var not in differentiated:
                 continue
             others = _covering(eqn.invars, inputs, var)
             if others:
                 like[i] = others
-            if known & Fact.BROADCASTS and var.aval.shape != shape:
+            if known & Fact.BROADCASTS and core.shape(var) != shape:
                 smaller.append(i)
     halves = variables(itertools.compress(eqn.invars, half))
     may_sum = not differentiated.isdisjoint(halves)

@@ -10,12 +10,12 @@ import collections
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jmp_lite._src import arguments, compat, dtypes, fp8, trees
 from jmp_lite._src.autocast import half_calls, products, sums
@@ -33,10 +33,11 @@ from jmp_lite._src.policy import (
     get_policy,
     policies_of,
 )
+from jmp_lite._src.trees import PyTree
 
 P = ParamSpec("P")
 R = TypeVar("R")
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def takes_function(transformation: F) -> F:
@@ -47,7 +48,7 @@ def takes_function(transformation: F) -> F:
     given = "f, policy" if "policy" in parameters else "step"
 
     @functools.wraps(transformation)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args, **kwargs):
         if len(args) > count:
             raise TypeError(
                 f"{name} expects at most {count} arguments before keywords, got "
@@ -367,7 +368,7 @@ def sums_in_float32(fun: Callable[P, R], reduce_dtype: Any = None) -> Callable[P
     return wrapped
 
 
-def _as_arrays(outs: Iterable[Any]) -> list[jax.Array]:
+def _as_arrays(outs: Iterable[ArrayLike]) -> list[jax.Array]:
     """Return results as arrays; JAX has kinds of its own for constants in a jaxpr."""
     return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in outs]
 
@@ -379,7 +380,7 @@ class PlannedCall:
         self.name, self.traced = name, traced
         self.analyzer, self.plan = analyzer, plan
 
-    def run(self) -> Any:
+    def run(self) -> PyTree:
         """Return what the function returns, in the dtypes that it would have."""
         return self.traced.restore(self.arrays())
 
@@ -456,12 +457,12 @@ def _complex_share(equations: Iterable[Placed]) -> float:
 
 
 def plan_call(
-    fun: Callable[..., Any],
+    fun: Callable[..., PyTree],
     policy: Policy | PolicyMap,
     compute_dtype: DTypeLike,
     rules: OpRules,
-    args: Any,
-    kwargs: Any,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
     *,
     without_refs: bool = False,
 ) -> PlannedCall:
@@ -477,7 +478,7 @@ def plan_call(
 
 def check_policy(
     policy: Policy | PolicyMap | str, caller: str
-) -> tuple[Policy | PolicyMap, Any]:
+) -> tuple[Policy | PolicyMap, DTypeLike]:
     """Return the policy and the one half dtype that it computes in.
 
     A policy that computes in the dtype of a program written in float32 (or in float64,
@@ -504,7 +505,7 @@ def check_policy(
     return policy, (halves or as_written).pop()
 
 
-def name_of(fun: Any) -> str:
+def name_of(fun: object) -> str:
     """Return what to call a function in a message."""
     while isinstance(fun, functools.partial):
         fun = fun.func
@@ -521,7 +522,7 @@ def _call_shape(name: str, given: str = "f, policy") -> str:
 class _Decorator(functools.partial):
     """What `autocast` returns without a function."""
 
-    def __enter__(self, *_: Any) -> Any:
+    def __enter__(self, *_: object) -> NoReturn:
         raise TypeError(
             f"autocast expects a function. {_no_context_manager('autocast')}"
         )
@@ -537,7 +538,7 @@ def _no_context_manager(caller: str) -> str:
 
 
 def check_function(
-    fun: Any, caller: str, policy: Any = None, *, allows_modules: bool = False
+    fun: object, caller: str, policy: object = None, *, allows_modules: bool = False
 ) -> None:
     """Raise a TypeError that says what to do if this is no function to transform.
 
@@ -576,14 +577,14 @@ def check_function(
         raise TypeError(_nnx_advice(f"{caller} got"))
 
 
-def refuse_modules(args_and_kwargs: Any, who: str) -> None:
+def refuse_modules(args_and_kwargs: PyTree, who: str) -> None:
     """Raise a TypeError that says what to do if an argument is an nnx module."""
     leaves = jax.tree.leaves(args_and_kwargs, is_leaf=compat.is_nnx_module)
     if any(map(compat.is_nnx_module, leaves)):
         raise TypeError(_nnx_advice(f"{who} got"))
 
 
-def _check_arguments(args_and_kwargs: Any) -> None:
+def _check_arguments(args_and_kwargs: PyTree) -> None:
     refuse_modules(args_and_kwargs, "a function under autocast")
     for path, leaf in jax.tree.leaves_with_path(args_and_kwargs):
         if trees.is_number(leaf) or isinstance(leaf, jax.Ref) or callable(leaf):

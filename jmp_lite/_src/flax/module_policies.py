@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jmp_lite._src import arguments, compat, dtypes, reports, trees
 from jmp_lite._src.autocast import half_calls
 from jmp_lite._src.policy import Policy, PolicyMap, first_match, get_policy, policies_of
+from jmp_lite._src.trees import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,12 +210,12 @@ def enclosing_module(path: str, modules: Container[str]) -> str | None:
     return None
 
 
-def params_by_module(params: Any, modules: Container[str]) -> dict[str, list[Any]]:
+def params_by_module(params: PyTree, modules: Container[str]) -> dict[str, list[Any]]:
     """Return the parameters of each module that has some, without those inside it.
 
     Key paths start with module paths; leaves that are in no module are left out.
     """
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[PyTree]] = {}
     for path, leaf in jax.tree.leaves_with_path(params):
         owner = enclosing_module(trees.key_path(path), modules)
         if owner is not None:
@@ -224,7 +225,7 @@ def params_by_module(params: Any, modules: Container[str]) -> dict[str, list[Any
 
 def cast_params(
     params: Any, resolved: Mapping[str, ModulePolicy], role: str, owners: Container[str]
-) -> Any:
+) -> PyTree:
     """Return parameters, cast to a dtype of the policy of their module."""
 
     def cast(path, leaf):
@@ -275,7 +276,7 @@ class Explanation(reports.Report):
 def explain(
     modules: Mapping[str, type],
     resolved: Mapping[str, ModulePolicy],
-    params: Any,
+    params: PyTree,
     outputs: Mapping[str, Iterable[str]],
     in_fp8: Container[str] = (),
 ) -> Explanation:

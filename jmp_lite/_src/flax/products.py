@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 
-from jmp_lite._src import dtypes, fp8
+from jmp_lite._src import compat, dtypes, fp8
 from jmp_lite._src.autocast import products
 from jmp_lite._src.flax.module_policies import ModulePolicy
 from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn
@@ -34,7 +34,7 @@ def warn(
     names = (*products.NAMES, fp8.PRIMITIVE)
     eqns = [] if jaxpr is None else walk(jaxpr)
     found = [eqn for eqn in eqns if eqn.primitive.name in names]
-    operands = [v.aval.dtype for eqn in found for v in eqn.invars[:2]]
+    operands = [compat.aval_of(v).dtype for eqn in found for v in eqn.invars[:2]]
     reasons = collections.Counter(map(_why_not_fp8, found))
     computes = {jnp.dtype(of.policy.compute_dtype) for of in resolved.values()}
     halves = set(filter(dtypes.is_half, computes))
@@ -66,7 +66,7 @@ def _no_half_message(of: str, kept: list[str], policy: Policy) -> str:
 
 
 def _why_not_fp8(eqn: Eqn) -> str:
-    operands = [v.aval.dtype for v in eqn.invars[:2]]
+    operands = [compat.aval_of(v).dtype for v in eqn.invars[:2]]
     if eqn.primitive.name == fp8.PRIMITIVE or any(map(dtypes.needs_scale, operands)):
         return ""
     if any(dtype != jnp.bfloat16 for dtype in operands):

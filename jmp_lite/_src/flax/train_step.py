@@ -4,7 +4,7 @@ Shared by `linen.TrainState` and `nnx.TrainState`; does not import flax.
 """
 
 import warnings
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jmp_lite._src.optimizers.scale_aware import (
     ScaleAwareState,
     warn_if_updates_are_lost,
 )
+from jmp_lite._src.trees import PyTree
 
 _ADVICE = (
     "Remove transformations that change the structure of their state, such as "
@@ -33,8 +34,8 @@ def update(
     params: optax.Params,
     *,
     value: ArrayLike | None = None,
-    other_state: Any = None,
-    old_other_state: Any = None,
+    other_state: PyTree = None,
+    old_other_state: PyTree = None,
 ) -> tuple[optax.Params, optax.OptState, jax.Array]:
     """Return the next parameters and optimiser state, and whether they were updated.
 
@@ -82,18 +83,18 @@ def update(
     return trees.select_tree(finite, new_params, params), opt_state, finite
 
 
-def next_fields(state: Any, finite: jax.Array, /, **new: Any) -> dict[str, Any]:
+def next_fields(state: PyTree, finite: jax.Array, /, **new: PyTree) -> dict:
     """Return new fields of a train state, and its step; the old ones if not finite."""
     new["step"] = optax.safe_increment(state.step)
     return trees.select_tree(finite, new, {name: getattr(state, name) for name in new})
 
 
-def updated_on_skip(new: Any, old: Any) -> Any:
+def updated_on_skip(new: PyTree, old: PyTree) -> PyTree:
     """Return what a skipped step updates too, unless it is not finite."""
     return trees.select_tree(trees.all_finite(new), new, old)
 
 
-def init_ema(params: optax.Params, decay: float | None) -> Any:
+def init_ema(params: optax.Params, decay: float | None) -> PyTree:
     """Return the first average, at least float32; None if there is no decay."""
     if decay is None:
         return None
@@ -101,7 +102,7 @@ def init_ema(params: optax.Params, decay: float | None) -> Any:
     return jax.tree.map(jnp.copy, trees.cast_at_least_float32(params))
 
 
-def update_ema(ema: Any, params: optax.Params, decay: float | None) -> Any:
+def update_ema(ema: PyTree, params: optax.Params, decay: float | None) -> PyTree:
     """Return `decay * ema + (1 - decay) * params`; `ema` if there is no decay."""
     if decay is None:
         return ema
@@ -110,7 +111,7 @@ def update_ema(ema: Any, params: optax.Params, decay: float | None) -> Any:
 
 
 def check_start(
-    tx: object, params: optax.Params, batch_stats: Any, decay: float | None
+    tx: object, params: optax.Params, batch_stats: PyTree, decay: float | None
 ) -> None:
     base.as_transformation(tx)
     if not hasattr(params, "__contains__"):  # flax asks whether they have fp8
@@ -128,7 +129,7 @@ def warn_about(params: optax.Params, opt_state: optax.OptState) -> None:
         warn_if_updates_are_lost(params, opt_state)
 
 
-def warn_of_old_statistics(statistics: Any, argument: str) -> None:
+def warn_of_old_statistics(statistics: PyTree, argument: str) -> None:
     """Warn if a step that was given no new statistics has some."""
     if jax.tree.leaves(statistics):
         warnings.warn(
@@ -140,7 +141,7 @@ def warn_of_old_statistics(statistics: Any, argument: str) -> None:
         )
 
 
-def _check_finite(tree: Any, what: str) -> None:
+def _check_finite(tree: PyTree, what: str) -> None:
     bad = [
         trees.key_path(path)
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -156,7 +157,7 @@ def _check_finite(tree: Any, what: str) -> None:
         )
 
 
-def _all_still_finite(new: Any, old: Any) -> jax.Array:
+def _all_still_finite(new: PyTree, old: PyTree) -> jax.Array:
     """Return whether every element is finite that was finite before."""
     trees.select_tree(jnp.array(True), new, old)  # raises if they do not match
     finite = [

@@ -1,17 +1,19 @@
 """Run the equations of a jaxpr again, each in its own name scope and source line."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
+from jax import Array
+from jax.sharding import AbstractMesh
 
 from jmp_lite._src import compat
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
+from jmp_lite._src.jaxprs.core import Eqn, Equations, Params, Var
 
-Params = Mapping[str, Any]  # of an equation
+R = TypeVar("R")
 
 
-def bind(eqn: Eqn, args: Iterable[Any], params: Params | None = None) -> list[Any]:
+def bind(eqn: Eqn, args: Iterable[Any], params: Params | None = None) -> list[Array]:
     """Run an equation on other operands, in its own name scope and source line.
 
     Returns a list also where there is but one result.
@@ -33,19 +35,19 @@ def bind_here(eqn: Eqn, args: Iterable[Any], params: Params | None = None) -> li
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
-def call(eqn: Eqn, fun: Callable[..., Any], *args: Any) -> Any:
+def call(eqn: Eqn, fun: Callable[..., R], *args: object) -> R:
     """Call a function in the name scope and source line of an equation."""
     user_context, manager = compat.eqn_contexts(eqn)
     with user_context, manager:
         return fun(*args)
 
 
-def in_mesh(eqn: Eqn, fun: Callable[..., Any], *args: Any) -> Any:
+def in_mesh(eqn: Eqn, fun: Callable[..., R], *args: object) -> R:
     """Call a function in the mesh of an equation, with the types of its axes there."""
     return _in_mesh(compat.mesh_of(eqn), fun, *args)
 
 
-def in_mesh_of(x: Any, fun: Callable[..., Any], *args: Any) -> Any:
+def in_mesh_of(x: Array, fun: Callable[..., R], *args: object) -> R:
     """Call a function in the mesh in which an array was made, as `in_mesh` does.
 
     What reads it may be in another: `reshard`, at the ends of `auto_axes`.
@@ -55,7 +57,7 @@ def in_mesh_of(x: Any, fun: Callable[..., Any], *args: Any) -> Any:
     return _in_mesh(mesh, fun, *args)
 
 
-def _in_mesh(mesh: Any, fun: Callable[..., Any], *args: Any) -> Any:
+def _in_mesh(mesh: AbstractMesh, fun: Callable[..., R], *args: object) -> R:
     if mesh.empty or mesh == jax.sharding.get_abstract_mesh():
         return fun(*args)
     with jax.sharding.use_abstract_mesh(mesh):
@@ -63,16 +65,16 @@ def _in_mesh(mesh: Any, fun: Callable[..., Any], *args: Any) -> Any:
 
 
 def evaluate(
-    jaxpr: Jaxpr,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    run_eqn: Callable[..., list[Any]] = bind,
-) -> list[Any]:
+    jaxpr: Equations,
+    consts: Sequence[Array],
+    args: Sequence[Array],
+    run_eqn: Callable[[Eqn, list[Array]], list[Array]] = bind,
+) -> list[Array]:
     """Run an open jaxpr; by default each equation in its own scope and source line."""
-    values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    values: dict[Var, Array] = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
 
-    def read(var: Var) -> Any:
+    def read(var: Var) -> Array:
         return var.val if compat.is_literal(var) else values[var]
 
     for eqn in jaxpr.eqns:

@@ -11,16 +11,18 @@ primitive that the first function does not know (it returns None).
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import jax
-import numpy as np
+from jax import Array
 
 from jmp_lite._src import compat
+from jmp_lite._src.compat import AnyJaxpr
 from jmp_lite._src.jaxprs import binding, core
-from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var, total
-from jmp_lite._src.jaxprs.primitives import CHECKPOINTS, FOLLOWED, Fact, facts
+from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, total
+from jmp_lite._src.jaxprs.primitives import CHECKPOINTS, FOLLOWED
+from jmp_lite._src.trees import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,7 @@ class SubJaxpr:
     """One jaxpr of an equation."""
 
     jaxpr: Jaxpr  # open
-    consts: tuple[Any, ...]  # the values of its constvars
+    consts: tuple[Array, ...]  # the values of its constvars
     operands: tuple[int, ...]  # per input, the index of the equation's operand
     results: tuple[int | None, ...]  # per output, that of its result; None: it is none
     # Inputs that keep the program's dtype, as loop carries do.
@@ -47,8 +49,8 @@ class SubJaxpr:
 class Body:
     """A rewritten jaxpr, for `build` to put back."""
 
-    fun: Callable[..., list[Any]]  # of the jaxpr's inputs, in the dtypes of the plan
-    closed: Callable[[], Any]  # the jaxpr of `fun`, the same object for equal bodies
+    fun: Callable[..., list[Array]]  # of the jaxpr's inputs, in the plan's dtypes
+    closed: Callable[[], ClosedJaxpr]  # its jaxpr, one object for equal bodies
 
 
 def sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
@@ -65,7 +67,7 @@ def bodies_of(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     if name == "while":
         # Under vmap it has a condition per example, and only JAX can run it.
         (holds,) = compat.open_jaxpr(eqn.params["cond_jaxpr"]).outvars
-        if holds.aval.shape:
+        if core.shape(holds):
             return None
     return sub_jaxprs(eqn)
 
@@ -89,7 +91,7 @@ def map_scopes(
     """
 
     @functools.cache
-    def mapped(jaxpr: ClosedJaxpr | Jaxpr) -> ClosedJaxpr | Jaxpr:
+    def mapped(jaxpr):
         opened = compat.open_jaxpr(jaxpr)
         inside = (
             eqn if sub_jaxprs(eqn) is None else core.map_jaxprs(eqn, mapped)
@@ -133,77 +135,14 @@ def count_eqns(eqns: Iterable[Eqn], number_of: Callable[[Eqn], int]) -> int:
     return count(eqns)
 
 
-def trips(eqn: Eqn, ins: Sequence[int | None]) -> int | None:
+def trips(eqn: Eqn) -> int | None:
     """Return how often the bodies of an equation run: 1 if it is no loop.
 
-    None for a `while` whose condition is other than a comparison of integers that are
-    known, among `ins` or in the jaxpr, and change by a known number.
+    None for a `while`, which only its condition ends.
     """
     if eqn.primitive.name == "scan":
         return total([eqn.params["length"]])
-    if eqn.primitive.name != "while":
-        return 1
-    cond, body = _while_sub_jaxprs(eqn)
-    test = _made_by(cond.jaxpr.outvars[0], cond.jaxpr)
-    if test is None or not facts(test.primitive.name) & Fact.COMPARES:
-        return None
-    lhs, rhs = (_counter(v, cond, body, ins) for v in test.invars)
-    if lhs is None or rhs is None:
-        return None
-    start, step = lhs[0] - rhs[0], lhs[1] - rhs[1]
-    compare = getattr(operator, test.primitive.name)  # JAX has Python's names
-    # The comparison changes where the difference reaches 0, or passes it.
-    at_zero = -start // step if step else 0
-    for count in (0, at_zero, at_zero + 1):
-        if count >= 0 and not compare(start + count * step, 0):
-            return count
-    return None
-
-
-def _counter(
-    var: Var, cond: SubJaxpr, body: SubJaxpr, ins: Sequence[int | None]
-) -> tuple[int, int] | None:
-    """Return what a condition compares before the loop, and its growth, if known."""
-    start = integer(var, _known(cond, ins))
-    if start is None:
-        return None
-    num_consts = len(body.operands) - len(body.results)
-    carry = cond.jaxpr.invars[len(cond.operands) - len(body.results) :]
-    if compat.is_literal(var) or var not in carry:
-        return start, 0
-    place = carry.index(var)
-    before, after = body.jaxpr.invars[num_consts + place], body.jaxpr.outvars[place]
-    if after is before:
-        return start, 0
-    made_by = _made_by(after, body.jaxpr)
-    if made_by is None or made_by.primitive.name not in ("add", "sub"):
-        return None
-    x, step_var = made_by.invars
-    if made_by.primitive.name == "add" and x is not before:
-        x, step_var = step_var, x
-    step = integer(step_var, _known(body, ins))
-    if x is not before or step is None or step_var in body.jaxpr.invars[num_consts:]:
-        return None
-    return start, step if made_by.primitive.name == "add" else -step
-
-
-def _known(sub: SubJaxpr, ins: Sequence[int | None]) -> dict[Var, int | None]:
-    return dict(zip(sub.jaxpr.invars, (ins[i] for i in sub.operands), strict=True))
-
-
-def _made_by(var: Var, jaxpr: Jaxpr) -> Eqn | None:
-    return next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
-
-
-def integer(var: Var, known: Mapping[Any, int | None]) -> int | None:
-    """Return the integer that a variable or a literal is, None if it is not known."""
-    return as_integer(var.val) if compat.is_literal(var) else known.get(var)
-
-
-def as_integer(value: Any) -> int | None:
-    number = np.asarray(value)
-    is_integer = number.ndim == 0 and np.issubdtype(number.dtype, np.integer)
-    return int(number) if is_integer else None
+    return None if eqn.primitive.name == "while" else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,19 +151,19 @@ class RebuildContext:
 
     eqn: Eqn
     bodies: Sequence[Body]  # one per `SubJaxpr`
-    args: list[Any]
+    args: list[Array]
     # Takes the operands of a scan; returns its results.
-    scan: Callable[[list[Any]], Sequence[Any]]
+    scan: Callable[[list[Array]], Sequence[Array]]
     # Takes a rule of a `custom_jvp` or a `custom_vjp`; returns what runs instead.
-    rewrite_rule: Callable[[Callable[..., Any]], Callable[..., Any]]
+    rewrite_rule: Callable[[Callable[..., PyTree]], Callable[..., PyTree]]
 
 
-def build(context: RebuildContext) -> Sequence[Any]:
+def build(context: RebuildContext) -> Sequence[Array]:
     """Run an equation around rewritten bodies; return its results."""
     return _RULES[context.eqn.primitive.name][1](context)
 
 
-def as_sub_jaxpr(jaxpr: Jaxpr, first: int, **fields: Any) -> SubJaxpr:
+def as_sub_jaxpr(jaxpr: AnyJaxpr, first: int, **fields: Any) -> SubJaxpr:
     """Return the sub-jaxpr whose inputs are the operands from `first` on, in order."""
     opened = compat.open_jaxpr(jaxpr)
     operands = tuple(range(first, first + len(opened.invars)))
@@ -244,7 +183,7 @@ def _call_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     return (as_sub_jaxpr(jaxpr, 0, fixed_in=kept),)
 
 
-def _build_call(context: RebuildContext):
+def _build_call(context: RebuildContext) -> list[Array]:
     eqn = context.eqn
     key = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
     jaxpr, consts = compat.match_jaxpr_type(context.bodies[0].closed(), eqn.params[key])
@@ -259,14 +198,14 @@ def _scan_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     return counts and (_of_loop(eqn.params["jaxpr"], 0, *counts),)
 
 
-def _of_loop(jaxpr: Jaxpr, first: int, num_consts: int, num_carry: int) -> SubJaxpr:
+def _of_loop(jaxpr: AnyJaxpr, first: int, num_consts: int, num_carry: int) -> SubJaxpr:
     """Return the sub-jaxpr of constants, a carry, and what else a loop passes to it."""
     carry = frozenset(range(num_consts, num_consts + num_carry))
     fixed_out = frozenset(range(num_carry))
     return as_sub_jaxpr(jaxpr, first, fixed_in=carry, fixed_out=fixed_out)
 
 
-def scan_as(eqn: Eqn, body: Callable[..., Any], carry: Any, xs: Any) -> Any:
+def scan_as(eqn: Eqn, body: Callable[..., PyTree], carry: PyTree, xs: PyTree) -> PyTree:
     """Return `lax.scan` of another body, as long and in the order of an equation's."""
     params = eqn.params
     scan = functools.partial(
@@ -297,7 +236,7 @@ def _while_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
     return cond, body
 
 
-def _build_while(context: RebuildContext):
+def _build_while(context: RebuildContext) -> list[Array]:
     # Not through `lax.while_loop`: under vmap the condition has one value per example.
     cond, body = (body.closed() for body in context.bodies)
     jaxprs = {"cond_jaxpr": cond, "body_jaxpr": body}
@@ -309,12 +248,12 @@ def _build_while(context: RebuildContext):
 
 def _cond_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     is_per_platform = eqn.params.get("branches_platforms") is not None
-    if is_per_platform or eqn.invars[0].aval.shape or "branches" not in eqn.params:
+    if is_per_platform or core.shape(eqn.invars[0]) or "branches" not in eqn.params:
         return None
     return tuple(as_sub_jaxpr(branch, 1) for branch in eqn.params["branches"])
 
 
-def _build_cond(context: RebuildContext):
+def _build_cond(context: RebuildContext) -> Sequence[Array]:
     index, *operands = context.args
     branches = [body.fun for body in context.bodies]
     return binding.call(context.eqn, jax.lax.switch, index, branches, *operands)
@@ -329,7 +268,7 @@ def _shard_map_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
     return (as_sub_jaxpr(eqn.params["jaxpr"], 0, casts_before=False),)
 
 
-def _build_shard_map(context: RebuildContext):
+def _build_shard_map(context: RebuildContext) -> Sequence[Array]:
     params = context.eqn.params
     mapped = jax.shard_map(
         lambda *args: tuple(context.bodies[0].fun(*args)),
@@ -353,7 +292,7 @@ def _custom_vjp_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
     return (as_sub_jaxpr(jaxpr, 0, fixed_in=fixed_in, fixed_out=fixed_out),)
 
 
-def _build_custom(context: RebuildContext):
+def _build_custom(context: RebuildContext) -> list[Array]:
     def wrap(fun, role):
         return context.bodies[0].fun if role == 0 else context.rewrite_rule(fun)
 
@@ -361,7 +300,11 @@ def _build_custom(context: RebuildContext):
     return binding.call(eqn, rebuild, eqn, context.args, wrap)
 
 
-_RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+_Rule: TypeAlias = tuple[
+    Callable[[Eqn], tuple[SubJaxpr, ...] | None],
+    Callable[[RebuildContext], Sequence[Array]],
+]
+_RULES: dict[str, _Rule] = {
     **dict.fromkeys(
         ("jit", compat.CLOSED_CALL, *CHECKPOINTS), (_call_sub_jaxprs, _build_call)
     ),

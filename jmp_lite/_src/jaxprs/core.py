@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
@@ -10,16 +10,22 @@ import numpy as np
 from jax import export
 
 from jmp_lite._src import compat, dtypes
+from jmp_lite._src.compat import AnyJaxpr, Dimension
 
-# JAX' own classes have other names, and fewer attributes, from version to version.
-Jaxpr: TypeAlias = Any
+Jaxpr: TypeAlias = compat.Jaxpr
 """An open jaxpr."""
-ClosedJaxpr: TypeAlias = Any
+ClosedJaxpr: TypeAlias = compat.ClosedJaxpr
 """A jaxpr with the values of its constvars."""
-Eqn: TypeAlias = Any
+Eqn: TypeAlias = compat.JaxprEqn
 """An equation of a jaxpr."""
-Var: TypeAlias = Any
+Var: TypeAlias = compat.Var | compat.Literal
 """A variable of a jaxpr, or a literal."""
+Params: TypeAlias = Mapping[str, Any]
+"""The parameters of an equation."""
+Plan: TypeAlias = Any
+"""What is decided for a jaxpr or an equation, None without: see `autocast.storage`."""
+Equations: TypeAlias = Any
+"""A jaxpr, or anything with its attributes."""
 
 F32 = np.dtype(np.float32)
 _BOOL = np.dtype(bool)
@@ -86,7 +92,7 @@ def _is_inexact(dtype: np.dtype) -> bool:
 _MANY = 4096
 
 
-def total(dimensions: Iterable[Any]) -> int:
+def total(dimensions: Iterable[Dimension]) -> int:
     """Return the product of some dimensions, to compare it with others.
 
     A symbolic one counts as many, within the bounds that are known of it: a sum over it
@@ -98,32 +104,37 @@ def total(dimensions: Iterable[Any]) -> int:
     return product if type(product) is int else math.prod(map(_count, dimensions))
 
 
-def _count(dimension: Any) -> int:
+def _count(dimension: Dimension) -> int:
     least, largest = compat.bounds(dimension)
     return int(min(max(compat.evaluate(dimension, _MANY), least, 0), largest))
 
 
-def has_symbol(dimensions: Iterable[Any]) -> bool:
+def has_symbol(dimensions: Iterable[Dimension]) -> bool:
     """Return whether one of some dimensions is symbolic."""
     return any(map(export.is_symbolic_dim, dimensions))
 
 
+def shape(var: Var) -> tuple[Dimension, ...]:
+    """Return the shape of a value; () of a token, which has none."""
+    return getattr(var.aval, "shape", ())
+
+
 def size(var: Var) -> int:
-    return total(getattr(var.aval, "shape", ()))
+    return total(shape(var))
 
 
 def is_half(var: Var) -> bool:
     return dtypes.is_half(dtype_of(var))
 
 
-def map_jaxprs(eqn: Eqn, fun: Callable[[Jaxpr], Jaxpr]) -> Eqn:
+def map_jaxprs(eqn: Eqn, fun: Callable[[AnyJaxpr], AnyJaxpr]) -> Eqn:
     """Return an equation with a function of each jaxpr, open or closed, that it holds.
 
     It is returned itself if no jaxpr of it changes.
     """
     changes = []
 
-    def mapped(value: Any) -> Any:
+    def mapped(value):
         if isinstance(value, tuple) and any(map(compat.is_jaxpr, value)):
             items = map(mapped, value)
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

@@ -11,12 +11,11 @@ derivative with the same primitive as its operation (`pow`) is not found.
 
 import collections
 from collections.abc import Sequence
-from typing import Any
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import control_flow, name_scopes
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
+from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import LOOPS
 
 
@@ -44,16 +43,16 @@ class _Analysis:
         # Ids of equations: that compute the function, that compute derivatives.
         self.primal: set[int] = set()
         self.derivatives: set[int] = set()
-        self._first: dict[Any, int] = {}  # of each traceback, which may be None
+        self._first: dict[object, int] = {}  # of each traceback, which may be None
         for eqn in control_flow.site_eqns(jaxpr.eqns):
             self._first.setdefault(eqn.source_info.traceback, id(eqn))
         # Of each traceback, the primitives that compute the function.
-        self.kinds: dict[Any, set[str]] = collections.defaultdict(set)
+        self.kinds: dict[object, set[str]] = collections.defaultdict(set)
         self.recomputed: list[Eqn] = []  # by `jax.checkpoint`
 
     def analyse(self, jaxpr: Jaxpr, results: list[int], around: str) -> list[int]:
         """Return how a jaxpr uses its inputs, by how its results are used."""
-        use: dict[Any, int] = collections.defaultdict(int)
+        use: dict[Var, int] = collections.defaultdict(int)
 
         def note(var, how):
             if not compat.is_literal(var):

@@ -6,27 +6,30 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from jax import Array
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding, control_flow
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
+from jmp_lite._src.jaxprs.core import Eqn, Equations, Plan, Var
 from jmp_lite._src.jaxprs.sites import count_sites
 
-# What a variable holds: its value, and what is beside it.
-Cell = Any
+Cell: TypeAlias = Any
+"""What a variable holds: its value, and what is beside it."""
+Cells: TypeAlias = Sequence[Cell]
+Count: TypeAlias = Array | np.integer | int
 
 
 class Moment(NamedTuple):
     """When in a run an equation runs."""
 
-    eqn_count: Any  # how many ran before it, i32 []
-    loops: tuple[Any, ...] = ()  # iterations around it, outermost first, i32 [] each
+    eqn_count: Count  # how many ran before it, i32 []
+    loops: tuple[Count, ...] = ()  # iterations around it, outermost first, i32 [] each
 
-    def inside(self, eqn_count: Any, iteration: Any) -> "Moment":
+    def inside(self, eqn_count: Count, iteration: Count) -> "Moment":
         """Return when an iteration of a loop begins."""
         return Moment(eqn_count, (*self.loops, iteration))
 
@@ -34,9 +37,9 @@ class Moment(NamedTuple):
 START = Moment(np.int32(0))
 
 # Cells, and how many equations have run in all.
-Ran = tuple[Sequence[Cell], Any]
+Ran = tuple[Cells, Count]
 # Takes the inputs of a sub-jaxpr, and when it starts; returns its outputs.
-Body = Callable[[Sequence[Cell], Moment], Ran]
+Body = Callable[[Cells, Moment], Ran]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,7 +47,7 @@ class Stretch:
     """Equations that follow each other in a jaxpr: a jaxpr itself, and its plan."""
 
     eqns: Sequence[Eqn]
-    eqn_plans: Sequence[Any]  # one per equation
+    eqn_plans: Sequence[Plan]  # one per equation
     invars: Sequence[Var]  # that they read, or the operands of the one equation
     outvars: Sequence[Var]  # that later equations read, or the results of the one
     sites: int  # how many these have
@@ -60,21 +63,21 @@ class Interpreter:
     `scan`; into constants of the condition, of the body, and carry of a `while`.
     """
 
-    constant: Callable[[Any, Var], Cell]  # of a value, and the variable that holds it
-    split: Callable[[Jaxpr, Any], Iterable[Stretch]]  # a jaxpr and its plan
+    constant: Callable[[Array, Var], Cell]  # of a value, and the variable that holds it
+    split: Callable[[Equations, Plan], Iterable[Stretch]]  # a jaxpr and its plan
     # Runs a stretch, of its first site, cells, moment, and the cell of any variable.
-    run_stretch: Callable[[Stretch, int, Any, Moment, Callable[[Var], Cell]], Ran]
+    run_stretch: Callable[[Stretch, int, Cells, Moment, Callable[[Var], Cell]], Ran]
     scan: Callable[..., Ran]  # of the equation, its plan, `Body`, operands and moment
     while_loop: Callable[..., Ran]  # of the condition, `Body`, operands and moment
     switch: Callable[..., Ran]  # of the index, each `Body`, operands and moment
 
     def run(
         self,
-        jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        cells: Sequence[Cell],
+        jaxpr: Equations,
+        consts: Sequence[Array],
+        cells: Cells,
         *,
-        plan: Any = None,
+        plan: Plan = None,
         first_site: int = 0,
         moment: Moment = START,
     ) -> Ran:
@@ -106,27 +109,27 @@ class Interpreter:
             site += stretch.sites
         return [read(v) for v in jaxpr.outvars], eqn_count
 
-    def enter(self, eqn: Eqn, eqn_plan: Any, cells: Sequence[Cell]) -> Sequence[Cell]:
+    def enter(self, eqn: Eqn, eqn_plan: Plan, cells: Cells) -> Cells:
         """Return the operands of an equation as its sub-jaxprs read them."""
         return cells
 
-    def leave(self, eqn: Eqn, eqn_plan: Any, cells: Sequence[Cell]) -> Sequence[Cell]:
+    def leave(self, eqn: Eqn, eqn_plan: Plan, cells: Cells) -> Cells:
         """Return the outputs of a sub-jaxpr as results of its equation."""
         return cells
 
     def run_bodies(
         self,
         eqn: Eqn,
-        eqn_plan: Any,
+        eqn_plan: Plan,
         site: int,
-        cells: Sequence[Cell],
+        cells: Cells,
         moment: Moment,
     ) -> Ran:
         sub_jaxprs = list(control_flow.bodies_of(eqn) or ())
         plans = (eqn_plan.bodies if eqn_plan else ()) or [None] * len(sub_jaxprs)
 
-        def body(sub: SubJaxpr, plan: Any, first_site: int) -> Body:
-            def run(cells: Sequence[Cell], moment: Moment) -> Ran:
+        def body(sub: SubJaxpr, plan: Plan, first_site: int) -> Body:
+            def run(cells: Cells, moment: Moment) -> Ran:
                 options = {"plan": plan, "first_site": first_site, "moment": moment}
                 outs, eqn_count = self.run(sub.jaxpr, sub.consts, cells, **options)
                 return self.leave(eqn, eqn_plan, outs), eqn_count
@@ -152,6 +155,6 @@ class Interpreter:
         return bodies[0](cells, moment)
 
 
-def _split(cells: Sequence[Cell], first: int, second: int) -> tuple[Any, Any, Any]:
+def _split(cells: Cells, first: int, second: int) -> tuple[Cells, Cells, Cells]:
     end = first + second
     return cells[:first], cells[first:end], cells[end:]

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from jmp_lite._src import compat, dtypes
+from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import core
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
+from jmp_lite._src.jaxprs.core import Eqn
 from jmp_lite._src.jaxprs.primitives import Fact, named
 from jmp_lite._src.jaxprs.tracing import Traced, trace
 
@@ -40,13 +40,13 @@ def trace_filled_in(*args: Any, **options: Any) -> tuple[Traced, frozenset[int]]
     filled_in: set[int] = set()
 
     @functools.cache  # equal sub-jaxprs stay one object
-    def fill_in(jaxpr: Jaxpr) -> Any:
+    def fill_in(jaxpr):
         return compat.with_eqns(jaxpr, map(fill_in_eqn, compat.open_jaxpr(jaxpr).eqns))
 
-    def fill_in_eqn(eqn: Eqn) -> Any:
+    def fill_in_eqn(eqn: Eqn) -> Eqn:
         if eqn.primitive.name in PRODUCTS:
             # Half operands are exact in every precision; an autocast inside made them.
-            is_half = dtypes.is_half(eqn.invars[0].aval.dtype)
+            is_half = core.is_half(eqn.invars[0])
             if not is_half and eqn.params.get("precision") is None:
                 eqn = eqn.replace(params={**eqn.params, "precision": precision})
                 filled_in.add(id(eqn))

@@ -36,7 +36,7 @@ def _merged(jaxpr: Jaxpr, eqns: Sequence[Eqn]) -> list[Eqn]:
             eqn = eqn.replace(invars=operands)
         before = first.setdefault(_key(eqn, equal), eqn)
         if before is not eqn:
-            pairs = dict(zip(eqn.outvars, before.outvars, strict=True))
+            pairs = [*zip(eqn.outvars, before.outvars, strict=True)]
             equal.update(pairs)
             # A product may read what is moved in half: so moves stay, and cost nothing.
             is_move = facts(eqn.primitive.name) & Fact.MOVES

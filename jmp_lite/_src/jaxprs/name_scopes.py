@@ -10,9 +10,9 @@ import functools
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from jmp_lite._src import compat
+from jmp_lite._src.compat import AnyJaxpr, SourceInfo
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
 
 # Scopes that autocast enters itself; they are marks, not places in the model.
@@ -59,7 +59,7 @@ def of(eqn: Eqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
-def scopes_in(jaxpr: Jaxpr) -> set[str]:
+def scopes_in(jaxpr: AnyJaxpr) -> set[str]:
     """Return the paths of all equations of a jaxpr, and of the jaxprs that it holds."""
 
     @functools.cache  # a function that is called often has one jaxpr
@@ -75,10 +75,10 @@ def scopes_in(jaxpr: Jaxpr) -> set[str]:
     return scopes_of(compat.open_jaxpr(jaxpr))
 
 
-def split(eqns: Sequence[Eqn]) -> tuple[Any, list[Eqn]]:
+def split(eqns: Sequence[Eqn]) -> tuple[SourceInfo, list[Eqn]]:
     """Return the scope that all equations share, and them with the scopes inside it.
 
-    The scope is a `SourceInfo`, with the line of the first equation.
+    The scope has the line of the first equation.
     """
     infos = [eqn.source_info for eqn in eqns]
     levels = zip(*(info.name_stack.stack for info in infos), strict=False)

@@ -22,14 +22,18 @@ Sources of a class, by what their lists say of the op under its name there:
   apex    apex.amp.lists: FP16_FUNCS, FP32_FUNCS, CASTS
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from jmp_lite._src import compat
+from jmp_lite._src.jaxprs.core import Eqn, Params
 
 T = TypeVar("T")
+
+
+CLASSES = ("half", "float32", "promote", "passthrough", "unchanged")
 
 
 class Fact:
@@ -227,7 +231,7 @@ _DEGREES = {
     "select_and_scatter_add": (1.0, 0.0),
 }
 
-ON_HOST: dict[str, Callable[..., Any]] = {
+ON_HOST: dict[str, np.ufunc] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -262,7 +266,7 @@ FOLLOWED = (*CALLS, *CHECKPOINTS, "custom_vjp_call", *CONTROL_FLOW)
 """The primitives whose sub-jaxprs are part of the program, equation by equation."""
 
 
-def degrees(name: str, params: Mapping[str, Any]) -> tuple[float, ...]:
+def degrees(name: str, params: Params) -> tuple[float, ...]:
     """Return to which power each operand's factor is in the result, () if to none.
 
     Examples:
@@ -274,7 +278,7 @@ def degrees(name: str, params: Mapping[str, Any]) -> tuple[float, ...]:
     return (1.0, 1.0) if facts(name) & Fact.PRODUCT else _DEGREES.get(name, ())
 
 
-def degree(eqn: Any) -> float | None:
+def degree(eqn: Eqn) -> float | None:
     """Return the sum of `degrees` over the variables of an equation, None if unknown.
 
     Of `x * y` it is 2, of `3 * x` 1, of `x / y` 0.

@@ -10,12 +10,14 @@ import itertools
 import re
 import zlib
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+from jax import Array
 
 from jmp_lite._src import compat
-from jmp_lite._src.jaxprs import binding, name_scopes, sources
+from jmp_lite._src.compat import SourceInfo
+from jmp_lite._src.jaxprs import binding, core, name_scopes, sources
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, variables
 from jmp_lite._src.jaxprs.structure import Alike, structure
 
@@ -30,27 +32,27 @@ _LAYER = re.compile(r"[^\d]*\d[^/]*")
 class Piece(NamedTuple):
     """Equations that follow each other in a jaxpr; it has the fields of one."""
 
-    around: Any  # the scope that all share, a `SourceInfo`
+    around: SourceInfo  # the scope that all share
     eqns: Sequence[Eqn]  # in the scopes inside of that
     invars: Sequence[Var]
     outvars: Sequence[Var]
     constvars: tuple[()] = ()
 
-    def run(self, args: Sequence[Any]) -> list[Any]:
+    def run(self, args: Sequence[Array]) -> list[Array]:
         return binding.evaluate(self, (), args)
 
 
-def run(fun: Callable[..., list[Any]], args: Sequence[Any]) -> list[Any]:
+def run(fun: Callable[..., list[Array]], args: Sequence[Array]) -> list[Array]:
     """Return what a function of arrays returns, without effects; equal pieces share."""
     closed = jax.make_jaxpr(fun)(*args)
     jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
-    values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    values: dict[Var, Array] = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
-    alike = Alike(_place)
+    alike = Alike(place)
     pieces = cut(jaxpr, alike)
-    keys = [structure(piece, _place, alike=alike) for piece in pieces]
+    keys = [structure(piece, place, alike=alike) for piece in pieces]
     times = collections.Counter(keys)
-    shared: dict[Hashable, Callable[..., Any]] = {}
+    shared: dict[Hashable, Callable[..., list[Array]]] = {}
     for piece, key in zip(pieces, keys, strict=True):
         call = piece.run
         if times[key] > 1:
@@ -92,12 +94,12 @@ def cut(jaxpr: Jaxpr, alike: Alike) -> list[Piece]:
     return pieces[::-1]
 
 
-def _place(eqn: Eqn, _: Any) -> tuple[Hashable, Sequence[Var], None]:
+def place(eqn: Eqn, _: object) -> tuple[Hashable, Sequence[Var], None]:
     """Return where an equation is, as `structure` asks for it."""
     return (name_scopes.of(eqn), sources.source_line(eqn)), (), None
 
 
-def _nothing(*_: Any) -> tuple[Hashable, Sequence[Var], None]:
+def _nothing(*_: object) -> tuple[Hashable, Sequence[Var], None]:
     return None, (), None
 
 
@@ -111,7 +113,7 @@ def _keys(eqns: Sequence[Eqn], alike: Alike) -> list[tuple[str, Hashable]]:
         scope = name_scopes.of(eqn)
         layer = _LAYER.match(scope)
         end = layer.end() if layer else 0
-        piece = Piece(None, [eqn], list(variables(eqn.invars)), eqn.outvars)
+        piece = Piece(eqn.source_info, [eqn], list(variables(eqn.invars)), eqn.outvars)
         inside = scope[end:], sources.source_line(eqn)
         key = inside, structure(piece, _nothing, alike=alike)
         found.append((scope[:end], key))
@@ -124,8 +126,7 @@ def hashes_before(eqns: Sequence[Eqn], count: int) -> list[int]:
     It is the same in each process, and so is the program.
     """
     looks = [
-        repr((eqn.primitive.name, [getattr(v.aval, "shape", ()) for v in eqn.outvars]))
-        for eqn in eqns
+        repr((eqn.primitive.name, [core.shape(v) for v in eqn.outvars])) for eqn in eqns
     ]
     places = range(len(eqns) + 1)
     return [zlib.crc32("".join(looks[max(i - count, 0) : i]).encode()) for i in places]

@@ -26,7 +26,7 @@ class Site:
     # these use; else "forward", as for recomputation in `jax.checkpoint`.
     direction: str
     dtype: str  # that of its first floating result, or of its first result
-    times: int | None = 1  # it runs; None inside a `while` whose trips are not known
+    times: int | None = 1  # it runs; None inside a `while`
     loops: int = 0  # how many are around it
 
 
@@ -79,6 +79,6 @@ def in_loop(eqn: Eqn, site: Site) -> Site:
     """Return the site around the sub-jaxprs of an equation."""
     if eqn.primitive.name not in LOOPS:
         return site
-    trips = control_flow.trips(eqn, [control_flow.integer(v, {}) for v in eqn.invars])
+    trips = control_flow.trips(eqn)
     times = None if site.times is None or trips is None else site.times * trips
     return dataclasses.replace(site, times=times, loops=site.loops + 1)

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 
 from jmp_lite._src import compat
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
+from jmp_lite._src.compat import AnyJaxpr
+from jmp_lite._src.jaxprs.core import Eqn, Equations, Plan, Var
 
-Decides = Callable[[Eqn, Any], tuple[Hashable, Sequence[Var], Sequence[Any] | None]]
+Decides = Callable[[Eqn, Plan], tuple[Hashable, Sequence[Var], Sequence[Any] | None]]
 """Of an equation and its plan: what else counts, what else is read, and the sub-jaxprs
 that count in place of its parameters, None if these do."""
 
@@ -24,9 +25,9 @@ class Alike:
         self._decides = decides
         self._numbers: dict[Hashable, int] = {}
         # A jaxpr that is called often is looked at once; it is kept, and so its id.
-        self._known: dict[int, tuple[Jaxpr, int]] = {}
+        self._known: dict[int, tuple[AnyJaxpr, int]] = {}
 
-    def __call__(self, jaxpr: Jaxpr) -> int:
+    def __call__(self, jaxpr: AnyJaxpr) -> int:
         if id(jaxpr) not in self._known:
             opened, consts = compat.open_jaxpr(jaxpr), compat.consts_of(jaxpr)
             key = structure(opened, self._decides, consts=consts, alike=self)
@@ -36,17 +37,17 @@ class Alike:
 
 
 def structure(
-    jaxpr: Jaxpr,
+    jaxpr: Equations,
     decides: Decides,
-    plan: Any = None,
-    consts: Sequence[Any] = (),
+    plan: Plan = None,
+    consts: Sequence[object] = (),
     alike: Alike | None = None,
 ) -> Hashable:
     """Return what is equal if two jaxprs compute the same from equal inputs.
 
     Variables are numbered in the order in which they are met. Name scopes and source
-    lines count only if `decides` returns them. Any object with the attributes of a
-    jaxpr will do. Without `alike`, a jaxpr in a parameter is equal to itself alone.
+    lines count only if `decides` returns them. Without `alike`, a jaxpr in a parameter
+    is equal to itself alone.
     """
     numbers: dict[Var, int] = {}
 
@@ -58,7 +59,7 @@ def structure(
         numbers[var] = len(numbers)
         return numbers[var], var.aval
 
-    def operation(eqn: Eqn, eqn_plan: Any) -> Hashable:
+    def operation(eqn: Eqn, eqn_plan: Plan) -> Hashable:
         what, also_reads, bodies = decides(eqn, eqn_plan)
         if bodies is None:
             inside = [
@@ -85,10 +86,10 @@ class _Same:
     """Equal to itself alone: for what cannot be hashed. Keeps the object alive."""
 
     number: int  # its id
-    thing: Any = dataclasses.field(compare=False)
+    thing: object = dataclasses.field(compare=False)
 
 
-def hashable(value: Any) -> Hashable:
+def hashable(value: object) -> Hashable:
     try:
         hash(value)
     except TypeError:
@@ -96,7 +97,7 @@ def hashable(value: Any) -> Hashable:
     return type(value), value
 
 
-def constant(value: Any) -> Hashable:
+def constant(value: object) -> Hashable:
     """Return what is equal for constants of equal bits."""
     if isinstance(value, jax.Array):
         return _Same(id(value), value)

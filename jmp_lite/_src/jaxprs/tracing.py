@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
+from jax import Array
 
 from jmp_lite._src import compat, trees
+from jmp_lite._src.compat import ShapedArray
 from jmp_lite._src.jaxprs.core import ClosedJaxpr
+from jmp_lite._src.trees import Leaf, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,16 +19,18 @@ class Traced:
     """A function traced on its arguments."""
 
     closed: ClosedJaxpr  # of the arguments that are arrays
-    args: list[Any]  # those arguments
+    args: list[Array]  # those arguments
     indices: Sequence[int]  # which of all leaves of the arguments they are
     out_indices: Sequence[int]  # which of all leaves of the result the outputs are
-    restore: Callable[[Sequence[Any]], Any]  # the outputs to the function's result
+    restore: Callable[
+        [Sequence[object]], PyTree
+    ]  # the outputs to the function's result
 
 
 def trace(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any] | None = None,
+    fun: Callable[..., PyTree],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree] | None = None,
     as_f32: Sequence[bool] | None = None,
     without_refs: bool = False,
 ) -> Traced:
@@ -49,14 +53,15 @@ def trace(
         for i, x in enumerate(outs):
             if is_traceable(x) and not isinstance(x, jax.ShapeDtypeStruct):
                 arrays.append(x)
-            elif isinstance(x, jax.Array) and x.dtype == jax.dtypes.float0:
+            elif isinstance(x, Array) and x.dtype == jax.dtypes.float0:
                 # The gradient of an integer, which is 0: not the tracer of it.
                 static_outs[i] = np.zeros(x.shape, x.dtype)
             else:
                 static_outs[i] = x
         return arrays
 
-    avals: list[Any] = [None] * len(leaves)  # None is no leaf: it is left out
+    # None is no leaf: it is left out.
+    avals: list[ShapedArray | None] = [None] * len(leaves)
     for i in dynamic:
         aval = jax.typeof(leaves[i])
         to_f32 = as_f32 is not None and as_f32[i]
@@ -79,14 +84,14 @@ def trace(
 
 
 def fill(
-    tree: Any, leaves: Sequence[Any], indices: Iterable[int], arrays: Iterable[Any]
-) -> Any:
+    tree: object, leaves: Sequence[Leaf], indices: Iterable[int], arrays: Iterable[Leaf]
+) -> PyTree:
     """Return a tree of these leaves, with arrays in the place of some."""
     filled = dict(enumerate(leaves)) | dict(zip(indices, arrays, strict=True))
     return jax.tree.unflatten(tree, filled.values())
 
 
-def is_traceable(x: Any) -> bool:
+def is_traceable(x: Leaf) -> bool:
     """Return whether an argument is traced; others reach the function as they are."""
     is_array = isinstance(x, jax.Ref) or trees.is_array(x)
     return is_array and x.dtype != jax.dtypes.float0

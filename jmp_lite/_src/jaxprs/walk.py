@@ -2,20 +2,22 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jmp_lite._src import compat
+from jmp_lite._src.compat import AnyJaxpr
 from jmp_lite._src.jaxprs import binding, control_flow
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr
+from jmp_lite._src.jaxprs.core import Eqn, Plan, Var
 from jmp_lite._src.jaxprs.interpret import Interpreter, Moment, Stretch
 from jmp_lite._src.jaxprs.sites import count_sites
 
 
-def walk(jaxpr: Jaxpr) -> Iterator[Eqn]:
+def walk(jaxpr: AnyJaxpr) -> Iterator[Eqn]:
     """Yield the equations of a jaxpr, each before those of the jaxprs that it holds."""
     for eqn in compat.open_jaxpr(jaxpr).eqns:
         yield eqn
@@ -23,27 +25,31 @@ def walk(jaxpr: Jaxpr) -> Iterator[Eqn]:
             yield from walk(body)
 
 
+Tag: TypeAlias = Any
+"""What is beside a value."""
+
+
 class Equation(NamedTuple):
     """An equation that has run."""
 
     eqn: Eqn
-    eqn_plan: Any  # None without a plan
+    eqn_plan: Plan  # None without a plan
     site: int  # its number among the sites
-    ins: Sequence[Any]
-    outs: Sequence[Any]
-    tags: Sequence[Any]  # of its operands
+    ins: Sequence[Array]
+    outs: Sequence[Array]
+    tags: Sequence[Tag]  # of its operands
     moment: Moment
-    tag_of: Callable[[Any], Any]  # of any variable of the jaxpr that has a value by now
+    tag_of: Callable[[Var], Tag]  # of any variable of the jaxpr that has a value by now
 
 
 class Walker(Interpreter):
     """Runs jaxprs on pairs of a value and its tag. Subclasses define the tags."""
 
-    observe: Callable[[Equation], Sequence[Any]]  # the tags of an equation's results
-    tag_constant: Callable[[Any], Any]  # of a constant of the program
-    stack: Callable[[Any], Any]  # of an array, from the stacked tags of its rows
+    observe: Callable[[Equation], Sequence[Tag]]  # the tags of an equation's results
+    tag_constant: Callable[[Array], Tag]  # of a constant of the program
+    stack: Callable[[Tag], Tag]  # of an array, from the stacked tags of its rows
 
-    def bind(self, eqn: Eqn, ins: Sequence[Any]) -> Sequence[Any]:
+    def bind(self, eqn: Eqn, ins: Sequence[Array]) -> Sequence[Array]:
         """Return the results of an equation without followed sub-jaxprs."""
         return binding.bind(eqn, ins)
 

@@ -219,7 +219,7 @@ class _Found(NamedTuple):
 
 
 def _row(var: Var, layer: str, operation: str, line: str, hint: str = "") -> SavedArray:
-    dtype, shape = var.aval.dtype, tuple(var.aval.shape)
+    dtype, shape = compat.aval_of(var).dtype, tuple(core.shape(var))
     count = math.prod(shape) * dtype.itemsize
     return SavedArray(layer, operation, line, str(dtype), shape, count, hint)
 
@@ -274,7 +274,7 @@ def _next_carry(eqn: Eqn, sub: control_flow.SubJaxpr, found: _Found) -> Var | No
     return sub.jaxpr.outvars[index] if 0 <= index < counts[1] else None
 
 
-def _wrapped(eqn: Eqn, var: Var) -> Var | None:
+def _wrapped(eqn: Eqn, var: compat.Var) -> Var | None:
     """Return what a result is, if an equation hands it on as it is.
 
     `jax.checkpoint` wraps `reduce_precision` around what it keeps.
@@ -283,7 +283,7 @@ def _wrapped(eqn: Eqn, var: Var) -> Var | None:
     if not (is_reduced or facts(eqn.primitive.name) & Fact.IN_ORDER):
         return None
     operand = eqn.invars[eqn.outvars.index(var)]
-    return operand if operand.aval.shape == var.aval.shape else None
+    return operand if core.shape(operand) == core.shape(var) else None
 
 
 def _find(

@@ -17,6 +17,7 @@ import numpy as np
 
 from jmp_lite._src import compat, dtypes
 from jmp_lite._src.jaxprs import binding
+from jmp_lite._src.jaxprs.core import dtype_of
 from jmp_lite._src.jaxprs.primitives import CAST, Fact, named
 from jmp_lite._src.numerics.stretches import Array, Operation
 
@@ -84,7 +85,7 @@ def _find_by_repeating(
 
     def error_with(is_rounded: Sequence[bool]) -> float:
         columns = zip(op.eqn.invars, rounded, op.ins, is_rounded, strict=True)
-        args = [np.asarray(x if r else y, v.aval.dtype) for v, x, y, r in columns]
+        args = [np.asarray(x if r else y, dtype_of(v)) for v, x, y, r in columns]
         return max(
             error_on_host(np.asarray(out), np.asarray(x))
             for out, x in zip(repeat(args), op.outs, strict=True)

@@ -136,9 +136,9 @@ def _here(
 ) -> Array:
     """Return the origin of what an operation makes."""
     powers = degrees(op.eqn.primitive.name, op.eqn.params)
-    read = [v for v, d in zip(op.eqn.invars, powers, strict=False) if d < 0]
-    read = [v for v in read if compat.is_literal(v) and dtypes.is_half(v.aval.dtype)]
-    by_zero = any(v.val == 0 for v in read)
+    pairs = zip(op.eqn.invars, powers, strict=False)
+    read = [v for v, d in pairs if d < 0 and compat.is_literal(v)]
+    by_zero = any(v.val == 0 and dtypes.is_half(compat.aval_of(v).dtype) for v in read)
     return _origin(eqn_count, op.site | by_zero * BY_CONSTANT, loops)
 
 

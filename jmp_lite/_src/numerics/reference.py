@@ -54,7 +54,7 @@ def check_is_float32(jaxpr: Jaxpr, caller: str) -> str:
 
 class _Product(NamedTuple):
     dtype: np.dtype  # half if one of its operands is
-    flops: int  # of all its runs; a `while` whose trips are not known runs once
+    flops: int  # of all its runs; a `while` runs once
     place: str  # its name, layer and line as text
 
 
@@ -64,7 +64,7 @@ def _products(jaxpr: Jaxpr, around: Site | None = None) -> Iterator[_Product]:
         if name_scopes.IN_HALF in site.layer.split("/"):  # half in every policy
             continue
         if eqn.primitive.name in products.NAMES:
-            read = [v.aval.dtype for v in eqn.invars[:2]]
+            read = [compat.aval_of(v).dtype for v in eqn.invars[:2]]
             half = [dtype for dtype in read if dtypes.is_half(dtype)]
             layer = name_scopes.without_marks(site.layer)
             yield _Product(

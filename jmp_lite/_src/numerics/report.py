@@ -24,7 +24,7 @@ class OpStats:
       direction: `"forward"` or `"backward"`; an operand has its own.
       dtype: the dtype of these numbers under the policy; of an operand in fp8, the
         fractions are of its numbers divided by its scale.
-      times: how often it ran; None if that depends on the data.
+      times: how often it ran; None inside a `while`.
       size: how many numbers there were.
       nonfinite: the fraction that is NaN or inf in float32 already.
       zero: the fraction that is 0.

@@ -174,7 +174,7 @@ def _is_for_python(eqn: Eqn) -> bool:
 
 def _bytes(eqn: Eqn) -> int:
     made = [v for inner in control_flow.site_eqns([eqn]) for v in inner.outvars]
-    return sum(size(v) * v.aval.dtype.itemsize for v in made if is_float(v))
+    return sum(size(v) * compat.aval_of(v).dtype.itemsize for v in made if is_float(v))
 
 
 def is_floating(x: ArrayLike) -> bool:

@@ -16,6 +16,7 @@ from jmp_lite._src import dtypes, fp8, trees
 from jmp_lite._src.flax import attention, module_policies
 from jmp_lite._src.flax.module_policies import ModulePolicies, ModulePolicy
 from jmp_lite._src.jaxprs.core import ClosedJaxpr
+from jmp_lite._src.trees import PyTree
 
 
 class PolicyInterceptor:
@@ -44,7 +45,7 @@ class PolicyInterceptor:
         self._large: set[str] = set()
         self._active: list[str] = []
 
-    def collect(self, fun: Callable[..., Any], *args: Any) -> None:
+    def collect(self, fun: Callable[..., PyTree], *args: PyTree) -> None:
         def record(next_fun, args, kwargs, context):
             module = context.module
             path, fields = self._record(module), {}
@@ -69,7 +70,7 @@ class PolicyInterceptor:
             trace(fun, *args)
         self.resolved = self.policies.resolve(self.modules, self._own_dtypes)
 
-    def cast(self, variables: Any, role: str = "compute_dtype") -> Any:
+    def cast(self, variables: PyTree, role: str = "compute_dtype") -> PyTree:
         """Return variables with the parameters in a dtype of their module's policy.
 
         The decoding caches of flax's attention get its compute dtype.
@@ -97,7 +98,7 @@ class PolicyInterceptor:
             new["cache"] = jax.tree.map_with_path(cast_cache, new["cache"])
         return new
 
-    def __call__(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> PyTree:
         self._flag = self._run_flag
         with nn.intercept_methods(self._intercept):
             return fun(*args, **kwargs)
@@ -121,7 +122,7 @@ class PolicyInterceptor:
 
         return call
 
-    def explain(self, variables: Any) -> module_policies.Explanation:
+    def explain(self, variables: PyTree) -> module_policies.Explanation:
         """Return the dtypes of each module in the last call."""
         params = variables.get("params", {})
         in_fp8 = [path for path in self._large if self.resolved[path].is_fp8]
@@ -214,7 +215,7 @@ _NORMS = (
 _ATTENTION = nn.MultiHeadDotProductAttention
 
 
-def trace(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+def trace(fun: Callable[..., PyTree], *args: PyTree) -> ClosedJaxpr:
     """Return the jaxpr of a function without its results, which may be no arrays."""
 
     def without_results(*args):
@@ -242,13 +243,13 @@ def _takes_fp8(module: nn.Module) -> bool:
     )
 
 
-def _keep_kernel(inputs: Any, kernel: Any, bias: Any, *, dtype: Any) -> Any:
+def _keep_kernel(inputs, kernel, bias, *, dtype):
     """Cast all but the kernel, so that its gradient is the accumulator of a product."""
     inputs, bias = promote_dtype(inputs, bias, dtype=dtype)
     return inputs, kernel, bias
 
 
-def _keep_carry_dtypes(module: nn.Module, given: tuple[Any, ...], out: Any) -> Any:
+def _keep_carry_dtypes(module: nn.Module, given: tuple[Any, ...], out: Any) -> PyTree:
     """Return the output of a recurrent cell, its carry in the dtypes of the input."""
     if not (isinstance(module, nn.RNNCellBase) and given and isinstance(out, tuple)):
         return out

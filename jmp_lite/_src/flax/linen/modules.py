@@ -25,6 +25,7 @@ from jmp_lite._src.flax import module_policies, products
 from jmp_lite._src.flax.linen.interceptor import PolicyInterceptor, trace
 from jmp_lite._src.flax.module_policies import Explanation, ModulePolicies
 from jmp_lite._src.policy import Policy, PolicyMap
+from jmp_lite._src.trees import PyTree
 
 
 def with_policy(
@@ -105,7 +106,7 @@ class PolicyModule:
     module: nn.Module
     policies: ModulePolicies
 
-    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    def init(self, rngs: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Return `module.init(...)`, each parameter in the param dtype of its policy.
 
         Raises:
@@ -113,11 +114,11 @@ class PolicyModule:
         """
         return self._init(self.module.init, rngs, *args, **kwargs)
 
-    def lazy_init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    def lazy_init(self, rngs: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Return `module.lazy_init(...)`, which takes shapes instead of inputs."""
         return self._init(self.module.lazy_init, rngs, *args, **kwargs)
 
-    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, variables: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Return `module.apply(...)`, run under the policies.
 
         Gradients for parameters have the dtype of the parameters, and are summed in
@@ -150,7 +151,7 @@ class PolicyModule:
         reduce_dtype = self.policies.reduce_dtype
         return sums_in_float32(call, reduce_dtype)(variables, args, kwargs)
 
-    def explain(self, variables: Any, *args: Any, **kwargs: Any) -> Explanation:
+    def explain(self, variables: PyTree, *args: Any, **kwargs: Any) -> Explanation:
         """Return the dtypes of each module under the policies, in the order of calls.
 
         Arguments are as for `apply`; variables may be shapes (`jax.eval_shape`). There
@@ -165,7 +166,7 @@ class PolicyModule:
         trace(lambda v: run(self.module.apply, run.cast(v), *args, **kwargs), variables)
         return run.explain(variables)
 
-    def _init(self, init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _init(self, init: Callable[..., Any], *args: Any, **kwargs: Any) -> PyTree:
         run = PolicyInterceptor(self.policies)
         method = run.flagged(kwargs.get("method"))
         run.collect(lambda: init(*args, **{**kwargs, "method": method}))
@@ -174,7 +175,7 @@ class PolicyModule:
         return run.cast(variables, role="param_dtype")
 
 
-def _with_dtypes_of(given: Any, cast: Any, updated: Any) -> Any:
+def _with_dtypes_of(given: PyTree, cast: PyTree, updated: PyTree) -> PyTree:
     """Return updated variables, in the dtypes they had before they were cast."""
     given, cast = map(dict, map(jax.tree.leaves_with_path, (given, cast)))
 

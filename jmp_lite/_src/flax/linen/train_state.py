@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from jmp_lite._src import arguments, trees
 from jmp_lite._src.flax import train_step
+from jmp_lite._src.trees import PyTree
 
 
 class TrainState(train_state.TrainState):
@@ -59,9 +60,9 @@ class TrainState(train_state.TrainState):
       flax.training.train_state.TrainState.
     """
 
-    batch_stats: Any = None
-    ema: Any = None
-    rng: Any = None
+    batch_stats: PyTree = None
+    ema: PyTree = None
+    rng: PyTree = None
     ema_decay: float | None = struct.field(pytree_node=False, default=None)
     update_on_skip: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
@@ -69,7 +70,7 @@ class TrainState(train_state.TrainState):
     def create(
         cls,
         *,
-        apply_fn: Callable[..., Any] | None,
+        apply_fn: Callable[..., PyTree] | None,
         params: optax.Params,
         tx: optax.GradientTransformation,
         **kwargs: Any,
@@ -113,7 +114,7 @@ class TrainState(train_state.TrainState):
         return trees.copy_shared_buffers(state.replace(step=jnp.zeros([], jnp.int32)))
 
     def apply_gradients(
-        self, *, grads: Any, value: ArrayLike | None = None, **kwargs: Any
+        self, *, grads: PyTree, value: ArrayLike | None = None, **kwargs: PyTree
     ) -> Self:
         """Return the state after a step; the old one if the step is not finite.
 

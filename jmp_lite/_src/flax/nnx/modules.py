@@ -28,6 +28,7 @@ from jmp_lite._src.flax.module_policies import (
 )
 from jmp_lite._src.jaxprs.tracing import trace
 from jmp_lite._src.policy import Policy, PolicyMap
+from jmp_lite._src.trees import PyTree
 
 
 def with_policy(
@@ -110,7 +111,7 @@ class PolicyModule(nnx.Module):
         self.model = model
         self.policies = policies
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Return the output of the model, in the output dtype of the default policy.
 
         Warns if the compute dtype of the default policy is half, but no matrix product
@@ -194,11 +195,11 @@ def _is_node(x: object) -> bool:
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
-def _nodes(inputs: Any) -> list[nnx.Pytree | nnx.Variable]:
+def _nodes(inputs: PyTree) -> list[nnx.Pytree | nnx.Variable]:
     return list(filter(_is_node, jax.tree.leaves(inputs, is_leaf=_is_node)))
 
 
-def _cast_inputs(inputs: Any, policy: Policy) -> Any:
+def _cast_inputs(inputs: PyTree, policy: Policy) -> PyTree:
     """Return inputs in the compute dtype; what is of nnx is left alone."""
     return jax.tree.map(
         lambda x: x if _is_node(x) else policy.cast_to_compute(x),
@@ -207,7 +208,7 @@ def _cast_inputs(inputs: Any, policy: Policy) -> Any:
     )
 
 
-def _flat_state(nodes: Any) -> dict[Any, Any]:
+def _flat_state(nodes: PyTree) -> dict[PyTree, PyTree]:
     return dict(nnx.to_flat_state(nnx.state(nodes)))
 
 
@@ -229,13 +230,13 @@ def _classes(modules: Mapping[str, nnx.Module]) -> dict[str, type]:
     return {path: type(module) for path, module in modules.items()}
 
 
-def _arrays(leaf: Any) -> list[Any]:
+def _arrays(leaf: PyTree) -> list[PyTree]:
     """Return the arrays that a variable holds; an array itself counts as one."""
     is_variable = isinstance(leaf, nnx.Variable)
     return jax.tree.leaves(leaf.get_raw_value() if is_variable else leaf)
 
 
-def _is_same(arrays: list[Any], others: list[Any]) -> bool:
+def _is_same(arrays: list[PyTree], others: list[PyTree]) -> bool:
     return len(arrays) == len(others) and all(map(operator.is_, arrays, others))
 
 
@@ -341,8 +342,8 @@ def _takes_fp8(module: Any) -> bool:
 
 
 def _keep_kernel(
-    arrays: tuple[Any, ...], /, *, dtype: DTypeLike | None
-) -> tuple[Any, ...]:
+    arrays: tuple[PyTree, ...], /, *, dtype: DTypeLike | None
+) -> tuple[PyTree, ...]:
     """Cast all but the kernel, so that its gradient is the accumulator of a product."""
     inputs, kernel, bias = arrays
     inputs, bias = promote_dtype((inputs, bias), dtype=dtype)

@@ -13,6 +13,7 @@ from jmp_lite._src import arguments, trees
 from jmp_lite._src.flax import module_policies, train_step
 from jmp_lite._src.optimizers import base
 from jmp_lite._src.optimizers.low_precision_state import into_variables
+from jmp_lite._src.trees import PyTree
 
 
 @jax.tree_util.register_dataclass
@@ -65,10 +66,10 @@ class TrainState:
     """
 
     step: jax.Array
-    params: Any
-    other_state: Any
-    opt_state: Any
-    ema: Any
+    params: PyTree
+    other_state: PyTree
+    opt_state: PyTree
+    ema: PyTree
     graphdef: Any = dataclasses.field(metadata={"static": True})
     tx: optax.GradientTransformation = dataclasses.field(metadata={"static": True})
     ema_decay: float | None = dataclasses.field(metadata={"static": True})

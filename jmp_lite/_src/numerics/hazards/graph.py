@@ -18,7 +18,6 @@ import numpy as np
 
 from jmp_lite._src import dtypes
 from jmp_lite._src.jaxprs import primitives
-from jmp_lite._src.jaxprs.core import Eqn
 from jmp_lite._src.jaxprs.primitives import Fact
 
 MOVE, JOIN = "move", "join"
@@ -68,13 +67,13 @@ class Value:
     shape: tuple[int, ...]
     array: np.ndarray | None = None  # its numbers, if it is a constant
     name: str = ""  # of the primitive, or `MOVE`, or `JOIN`; "" for inputs, constants
-    eqn: Eqn = None
+    eqn: Any = None  # the equation of a result
     ins: list["Value"] = dataclasses.field(default_factory=list)
     mask: "Value | None" = None  # which of its cases it is, or which branch of a `cond`
     uses: list["Value"] = dataclasses.field(default_factory=list)  # once per operand
     path: str = ""  # of name scopes, with those of autocast
     line: str = ""  # `file:line` of the user's code
-    times: int = 1  # it runs: the trips of the loops around it, 1 for those not known
+    times: int = 1  # it runs: the trips of the loops around it, 1 for a `while`
     is_backward: bool = False  # made by transposition
     is_differentiated: bool = False  # of a function that is, or its derivative
     is_result: bool = False  # of the function
