@@ -109,6 +109,7 @@ def _arithmetic(mode: Mode, grid: Any) -> Arithmetic:
         sigmoid=lambda x: _saturating(
             x, grid, jax.nn.sigmoid, lambda s: s * (1 - s), half
         ),
+        stored=lambda h: _with_noise(h, grid, half, True),
         result=in_range,
         has_rules=False,
     )
@@ -270,6 +271,18 @@ def test_many_random_programs_keep_their_digits(seed):
 
     test()
     jax.clear_caches()  # a process may map only so much code
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(len(random_programs.OPS)))
+def test_each_operation_keeps_its_digits_around_a_product(index):
+    name, mode = list(random_programs.OPS)[index], MODES[index % len(MODES)]
+    body = (Op("add_row"), Op("product", 1), Op("tanh"))
+    op = Op(name, 0, body if name in random_programs.CONTROL_FLOW else ())
+    found = multiples(
+        Program((Op("product"), op, Op("product", 1)), "mean_square"), mode
+    )
+    assert found and _largest(found) < LIMIT, found
 
 
 # The oracle.

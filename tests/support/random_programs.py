@@ -84,6 +84,8 @@ class Arithmetic:
       product: given a bilinear function and two arrays, returns its value.
       tanh: the hyperbolic tangent.
       sigmoid: the logistic function.
+      stored: what may be stored in half where arithmetic reads it: it is read by a
+        product, too, or by a branch.
       result: what becomes of the result of each operation.
       has_rules: whether functions with rules for derivatives use these, or are
         differentiated as they are written.
@@ -92,6 +94,7 @@ class Arithmetic:
     product: Callable[..., Any] = lambda fun, a, b: fun(a, b)
     tanh: Callable[[Any], Any] = jnp.tanh
     sigmoid: Callable[[Any], Any] = jax.nn.sigmoid
+    stored: Callable[[Any], Any] = lambda h: h
     result: Callable[[Any], Any] = lambda h: h
     has_rules: bool = True
 
@@ -143,7 +146,42 @@ def _attention(c, h, op):
     return c.matmul(p, h)
 
 
+def _batched(c, h, op):
+    a = h.reshape(2, SIZE // 2, SIZE)
+    b = jnp.swapaxes(c.earlier(op.option).reshape(2, SIZE // 2, SIZE), 1, 2)
+    product = c.matmul(a, b) / SIZE
+    return jnp.concatenate([product, product], -1).reshape(SIZE, SIZE)
+
+
+def _conv(c, h, op):
+    def fun(h, w):
+        window = lax.conv_general_dilated(
+            h[None],
+            w[:, :, None],
+            (1,),
+            "SAME",
+            dimension_numbers=("NWC", "IOW", "NWC"),
+        )
+        return window[0]
+
+    return c.arithmetic.product(fun, h, c.weight(op.option))
+
+
+def _vector(c, h, op):
+    h = c.arithmetic.stored(h)
+    projected = c.matmul(h, c.args["vector"])
+    return h + projected[:, None] if op.option % 2 else h * projected
+
+
+_by_jvp = jax.custom_jvp(lambda x, w: jnp.tanh(x @ w))
 _by_vjp = jax.custom_vjp(lambda x, w: jnp.tanh(x @ w))
+
+
+@_by_jvp.defjvp
+def _tanh_jvp(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    t = jnp.tanh(x @ w)
+    return t, (1 - t**2) * (dx @ w + x @ dw)
 
 
 def _tanh_forward(x, w):
@@ -160,19 +198,27 @@ def _tanh_backward(kept, ct):
 _by_vjp.defvjp(_tanh_forward, _tanh_backward)
 
 
-def _with_rule(c, h, op):
-    w = c.weight(op.option)
-    if c.arithmetic.has_rules:
-        return _by_vjp(h, w)
-    return c.arithmetic.tanh(c.matmul(h, w))
+def _with_rule(rule):
+    def op_fun(c, h, op):
+        w = c.weight(op.option)
+        if c.arithmetic.has_rules:
+            return rule(h, w)
+        return c.arithmetic.tanh(c.matmul(h, w))
+
+    return op_fun
 
 
 PRODUCTS: Table = {
     "product": lambda c, h, op: c.matmul(h, c.weight(op.option)),
     "transposed_product": lambda c, h, op: c.matmul(h, c.weight(op.option).T),
+    "product_from_left": lambda c, h, op: c.matmul(c.weight(op.option), h),
     "product_of_two": lambda c, h, op: c.matmul(h, c.earlier(op.option)) / SIZE,
+    "batched_product": _batched,
     "attention": _attention,
-    "custom_vjp": _with_rule,
+    "conv": _conv,
+    "vector_product": _vector,
+    "custom_jvp": _with_rule(_by_jvp),
+    "custom_vjp": _with_rule(_by_vjp),
 }
 
 # Offsets.
@@ -194,9 +240,11 @@ def _constant(name, h):
 
 OFFSETS: Table = {
     "add_number": lambda c, h, op: h + _choose(_NUMBERS, op),
+    "subtract_from_number": lambda c, h, op: _choose(_NUMBERS, op) - h,
     "add_argument": lambda c, h, op: h + c.args[_choose(_ADDED, op)],
     "subtract_argument": lambda c, h, op: h - c.args[_choose(_ADDED, op)],
     "add_constant": lambda c, h, op: h + _constant(_choose(_ADDED, op), h),
+    "subtract_constant": lambda c, h, op: h - _constant(_choose(_ADDED, op), h),
     "add_row": lambda c, h, op: h + (c.args["bias"] if c.row is None else c.row),
     "times_number": lambda c, h, op: h * _choose(_FACTORS, op),
     "times_argument": lambda c, h, op: h * c.args[_choose(_MULTIPLIED, op)],
@@ -209,19 +257,29 @@ OFFSETS: Table = {
 FUNCTIONS: Table = {
     "tanh": lambda c, h, op: c.arithmetic.tanh(h),
     "sigmoid": lambda c, h, op: c.arithmetic.sigmoid(h),
+    "erf": lambda c, h, op: jax.scipy.special.erf(h),
+    "gelu": lambda c, h, op: h * (1 + c.arithmetic.tanh(0.8 * (h + 0.045 * h**3))) / 2,
     "silu": lambda c, h, op: h * c.arithmetic.sigmoid(h),
     "softplus": lambda c, h, op: jax.nn.softplus(h),
     "relu": lambda c, h, op: jax.nn.relu(h),
+    "leaky_relu": lambda c, h, op: jnp.where(h > 0, h, 0.1 * h),
+    "abs": lambda c, h, op: abs(h),
+    "negative": lambda c, h, op: -h,
     "clip": lambda c, h, op: jnp.clip(h, -2, 2),
     "square": lambda c, h, op: h**2,
+    "cube": lambda c, h, op: h**3 / 10,
     "square_root": lambda c, h, op: jnp.sqrt(1 + abs(h)),
     "inverse": lambda c, h, op: 1 / (1 + h**2),
     "logarithm": lambda c, h, op: jnp.log(0.5 + abs(h)),
+    "log1p": lambda c, h, op: jnp.log1p(abs(h)),
     "exponential": lambda c, h, op: jnp.exp(-abs(h)),
     "sine": lambda c, h, op: jnp.sin(h),
+    "plus_earlier": lambda c, h, op: h + c.earlier(op.option),
     "minus_earlier": lambda c, h, op: h - c.earlier(op.option),
     "times_earlier": lambda c, h, op: h * c.earlier(op.option),
     "over_earlier": lambda c, h, op: h / (1 + abs(c.earlier(op.option))),
+    "maximum": lambda c, h, op: jnp.maximum(h, c.earlier(op.option)),
+    "gate": lambda c, h, op: h * c.arithmetic.sigmoid(c.earlier(op.option)),
     "chosen": lambda c, h, op: jnp.where(
         c.args["array"] > 0.5, h, c.earlier(op.option)
     ),
@@ -242,12 +300,25 @@ def _layer_norm(c, h, op):
 
 STATISTICS: Table = {
     "softmax": lambda c, h, op: SIZE * jax.nn.softmax(h, _axis(op)),
+    "log_softmax": lambda c, h, op: jax.nn.log_softmax(h, _axis(op)),
     "layer_norm": _layer_norm,
     "minus_mean": lambda c, h, op: h - jnp.mean(h, _axis(op), keepdims=True),
+    "minus_max": lambda c, h, op: h - jnp.max(h, _axis(op), keepdims=True),
+    "minus_logsumexp": lambda c, h, op: (
+        h - jax.nn.logsumexp(h, _axis(op), keepdims=True)
+    ),
     "over_norm": lambda c, h, op: (
         h / (0.1 + jnp.linalg.norm(h, axis=_axis(op), keepdims=True))
     ),
+    "over_sum": lambda c, h, op: h / (1 + jnp.sum(abs(h), _axis(op), keepdims=True)),
     "cumsum": lambda c, h, op: jnp.cumsum(h, _axis(op)) / SIZE,
+    "difference": lambda c, h, op: jnp.diff(
+        h,
+        axis=_axis(op),
+        append=c.earlier(op.option)[:1].reshape(
+            (1, SIZE) if _axis(op) == 0 else (SIZE, 1)
+        ),
+    ),
 }
 
 # Moves.
@@ -258,23 +329,31 @@ _INDICES = np.array([3, 3, 0, 7, 1, 3, 5, 2, 11, 9, 9, 4], np.int32)
 MOVES: Table = {
     "transpose": lambda c, h, op: h.T,
     "reshape": lambda c, h, op: h.reshape(SIZE // 2, 2 * SIZE).T.reshape(SIZE, SIZE),
+    "reverse": lambda c, h, op: h[::-1],
+    "roll": lambda c, h, op: jnp.concatenate([h[2:], h[:2]]),
     "gather": lambda c, h, op: h[_INDICES],
+    "gather_columns": lambda c, h, op: h[:, _INDICES],
     "take_along_axis": lambda c, h, op: (
         h + jnp.take_along_axis(h, _INDICES[:, None], 1)
     ),
     "segment_sum": lambda c, h, op: (
         jax.ops.segment_sum(h, _INDICES, SIZE)[_INDICES] / 2
     ),
+    "tile": lambda c, h, op: jnp.tile(h[: SIZE // 2], (2, 1)),
     "repeat": lambda c, h, op: jnp.repeat(h[:, : SIZE // 2], 2, 1),
     "concatenate": lambda c, h, op: jnp.concatenate(
         [h[: SIZE // 2], c.earlier(op.option)[SIZE // 2 :]]
     ),
+    "row": lambda c, h, op: jnp.broadcast_to(h[1], h.shape),
+    "pad": lambda c, h, op: jnp.pad(h[2:-2], ((2, 2), (0, 0))),
     "scatter_add": lambda c, h, op: h.at[_INDICES].add(c.earlier(op.option)),
     "update": lambda c, h, op: h.at[2:4].set(c.earlier(op.option)[:2]),
+    "stack": lambda c, h, op: jnp.mean(jnp.stack([h, c.earlier(op.option)]), 0),
     "dynamic_slice": lambda c, h, op: jnp.concatenate(
         [lax.dynamic_slice_in_dim(h, op.option % 4, SIZE // 2), h[: SIZE // 2]]
     ),
     "sort": lambda c, h, op: jnp.sort(h, _axis(op)),
+    "cummax": lambda c, h, op: lax.cummax(h, _axis(op)),
 }
 
 # Control flow.
@@ -323,7 +402,9 @@ def _cond(c, h, op):
     branches = [
         lambda h, body=body: c.run(body, h) for body in (op.body[:half], op.body[half:])
     ]
-    return lax.cond(c.args["scalar"] > (op.option % 2), *branches, h)
+    return lax.cond(
+        c.args["scalar"] > (op.option % 2), *branches, c.arithmetic.stored(h)
+    )
 
 
 CONTROL_FLOW: Table = {
@@ -352,6 +433,7 @@ def _weighted(c, h):
 
 REDUCTIONS: dict[str, Callable[[Context, Any], Any]] = {
     "mean": lambda c, h: jnp.mean(_weighted(c, h)),
+    "sum": lambda c, h: jnp.sum(_weighted(c, h)),
     "mean_square": lambda c, h: jnp.mean(_weighted(c, h) ** 2),
     "squared_error": lambda c, h: jnp.mean((h - c.args["array"]) ** 2),
     "squared_error_far": lambda c, h: jnp.mean((h - c.args["large_array"]) ** 2),
@@ -359,7 +441,9 @@ REDUCTIONS: dict[str, Callable[[Context, Any], Any]] = {
         -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(h, -1), _INDICES[:, None], 1))
     ),
     "logsumexp": lambda c, h: jnp.mean(jax.nn.logsumexp(h, -1)),
+    "max": lambda c, h: jnp.mean(jnp.max(h, -1)),
     "norm": lambda c, h: jnp.mean(jnp.linalg.norm(h, axis=-1)),
+    "standard_deviation": lambda c, h: jnp.mean(jnp.sqrt(jnp.var(h, -1) + 1e-3)),
     "product_with_vector": lambda c, h: jnp.mean(c.matmul(h, c.args["vector"])),
 }
 
