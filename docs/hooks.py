@@ -27,14 +27,13 @@ _INCLUDED = {
         (
             "convergence",
             "Runs of the examples",
-            "advised",
             "fp8_accuracy",
             "storage_accuracy",
         ),
     ),
     "benchmarks/overhead.md": (
         _BENCHMARKS,
-        ("step_overhead", "many_leaves", "autocast_trace"),
+        ("step_overhead", "autocast_trace"),
     ),
 }
 _PICTURES = (".png", ".svg")

@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks import (
-    advised,
     autocast_trace,
     checkpoint_save,
     convergence,
     fp8_accuracy,
-    many_leaves,
     step_overhead,
     storage_accuracy,
     train_step,
@@ -33,7 +31,7 @@ BY_AUTOCAST = train_step.IN_BFLOAT16["autocast"]
 
 # The benchmarks that run: each makes its own table, here of its committed result.
 _BENCHMARKS = (
-    *(advised, autocast_trace, checkpoint_save, convergence, fp8_accuracy),
+    *(autocast_trace, checkpoint_save, convergence, fp8_accuracy),
     *(step_overhead, storage_accuracy, tree_stats),
 )
 
@@ -166,10 +164,6 @@ TABLES: dict[str, Callable[[], run.Rows]] = {
         load("h100/step_overhead.json")
     ),
     "step_overhead_leaves": of("step_overhead", step_overhead.summarise_leaves),
-    **{
-        f"many_leaves_{key}": of("many_leaves", many_leaves.summarise, key)
-        for key in many_leaves.FIGURES
-    },
     "fp8_gradients": of("fp8_accuracy", fp8_accuracy.summarise_gradients),
     "autocast_compile": of("autocast_trace", autocast_trace.summarise_compiling),
 }
