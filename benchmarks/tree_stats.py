@@ -102,7 +102,7 @@ def main(rounds: run.Rounds = 60, steps: run.StepsPerRound = 3) -> Iterator[run.
         problems[title] = {"samples": time_steps(looks, batch, **turns)}
     result = {"problems": problems}
     tables = {f"Processor time over that of the {BARE}": summarise(result)}
-    yield run.Found("tree_stats", result, tables, settings={"unit": "s"})
+    yield run.Found("tree_stats", result, tables)
 
 
 if __name__ == "__main__":
