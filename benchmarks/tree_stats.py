@@ -66,10 +66,7 @@ def with_look(look: Callable[[Any], Any]) -> optax.GradientTransformation:
         del state, params
         return updates, look(updates)
 
-    def init_fn(params):
-        return look(params)
-
-    looking = optax.GradientTransformation(init_fn, update_fn)
+    looking = optax.GradientTransformation(look, update_fn)
     return optax.chain(looking, optax.adam(1e-4))
 
 

@@ -117,28 +117,6 @@ def _worst_first(rows: Rows, *columns: str) -> Rows:
     return sorted(rows, key=lambda row: -max(float(row[x]) for x in columns))
 
 
-def autocast_cost() -> Rows:
-    """A transformer's programs by autocast, in multiples of those cast by hand."""
-    found, rows = programs("h100"), []
-    for dtype in HALVES:
-        base = found[str(Step("transformer", dtype, BY_HAND))]
-        cells = {
-            _COLUMNS[_TRAFFIC]: f"{base[_TRAFFIC] / 1e9:.2f} GB",
-            _COLUMNS[_PEAK]: f"{base[_PEAK] / 2**20:.0f} MiB",
-            _COLUMNS[_KERNELS]: f"{base[_KERNELS]}",
-        }
-        rows.append({"step": f"{dtype} by hand", **cells})
-        for cast in (GRAD_AUTOCAST, AUTOCAST_GRAD, SAVE_PRODUCTS):
-            row = found.get(str(Step("transformer", dtype, cast)))
-            if row:
-                call, _, how = cast.partition(", ")
-                ratios = _ratios(row, base, _TRAFFIC, _PEAK, _KERNELS)
-                title = f"{dtype}, `{call}`{how and f', `{how}`'}"
-                cells = {column: f"{x}×" for column, x in ratios.items()}
-                rows.append({"step": title, **cells})
-    return rows
-
-
 def _megabytes(
     row: dict[str, Any], opcodes: Any, dtypes: Any, digits: int = 1, least: float = 0
 ) -> str:
@@ -381,7 +359,15 @@ TABLES: dict[str, Callable[[], Rows]] = {
         *(_BYTES, _TRAFFIC, _PEAK, _KERNELS),
     ),
     "programs_float32": over_float32,
-    "autocast_cost": autocast_cost,
+    "autocast_cost": lambda: over_by_hand(
+        "h100",
+        [
+            *_steps("transformer", _AUTOCAST[0], ("bfloat16", AUTOCAST_GRAD)),
+            *_steps("transformer", ("bfloat16", SAVE_PRODUCTS)),
+            *_steps("transformer", _AUTOCAST[1], ("float16", AUTOCAST_GRAD)),
+        ],
+        *(_TRAFFIC, _PEAK, _KERNELS),
+    ),
     "families": families,
     "small_families": small_families,
     "collectives": collectives,
