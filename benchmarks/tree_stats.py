@@ -66,7 +66,7 @@ def with_look(look: Callable[[Any], Any]) -> optax.GradientTransformation:
         del state, params
         return updates, look(updates)
 
-    looking = optax.GradientTransformation(look, update_fn)
+    looking = optax.GradientTransformation(lambda params: look(params), update_fn)
     return optax.chain(looking, optax.adam(1e-4))
 
 
