@@ -295,7 +295,7 @@ def main(
             title=f"{problem}, {n} leaves, {name}, batch {size}",
         )
         case = {"problem": problem, "optimizer": name, "batch": size, "leaves": n}
-        cases.append(case | {"contenders": rows, "not_measured": missing})
+        cases.append(case | {"contenders": rows})
     result = {"cases": cases}
     leaves_title = "A matrix in leaves: time (compiling) over the bare step's"
     tables = {"An MLP: time over that of the bare step": summarise(result)}

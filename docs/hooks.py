@@ -31,10 +31,7 @@ _INCLUDED = {
             "storage_accuracy",
         ),
     ),
-    "benchmarks/overhead.md": (
-        _BENCHMARKS,
-        ("step_overhead", "autocast_trace"),
-    ),
+    "benchmarks/overhead.md": (_BENCHMARKS, ("step_overhead", "autocast_trace")),
 }
 _PICTURES = (".png", ".svg")
 _COPIED = "outside"  # where files from outside docs/ are on the site

@@ -40,12 +40,9 @@ def programs(device: str, size: str = "full") -> dict[str, dict[str, Any]]:
     return {row["step"]: row for row in found}
 
 
-def _ratios(row: dict[str, Any], base: dict[str, Any], *keys: str) -> dict[str, str]:
-    return {_COLUMNS[key]: f"{row[key] / base[key]:.3f}" for key in keys}
-
-
 def _over_base(found: dict[str, Any], step: Step, *keys: str) -> dict[str, str]:
-    return _ratios(found[str(step)], found[str(step.base)], *keys)
+    row, base = found[str(step)], found[str(step.base)]
+    return {_COLUMNS[key]: f"{row[key] / base[key]:.3f}" for key in keys}
 
 
 def over_by_hand(device: str, steps: list[Step], *columns: str) -> Rows:
