@@ -5,7 +5,7 @@
 Forward pass and gradient of the benchmarks' transformer, 12 to 96 layers: unrolled, so
 that every layer is traced, and in a `scan`, where one is. Plain and autocast take turns
 in one process. Measured is processor time, which other work stretches less, without
-Python's collector, as `timeit` has it: whom it stops is chance.
+Python's collector: whom it stops is chance.
 """
 
 from examples.common import requirements  # noqa: F401 - first: what to install
@@ -14,6 +14,7 @@ from examples.common import requirements  # noqa: F401 - first: what to install
 import functools
 import gc
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,11 @@ def loss(params: Any, tokens: jax.Array) -> jax.Array:
     return transformer.loss_fn(params, tokens, HEADS, jnp.float32)
 
 
+def seconds(call: Callable[[], Any]) -> float:
+    """Return the processor time of a call."""
+    return timeit.timeit(call, gc.collect, timer=time.process_time, number=1)
+
+
 def measure(
     make: Callable[[Any], Any], params: Any, *, rounds: int, compiles: bool
 ) -> list[dict[str, dict[str, float]]]:
@@ -55,16 +61,11 @@ def measure(
         for name, cast in CASTS.items():
             # A new function each time, or JAX would answer from its cache.
             fun = jax.jit(make(cast(lambda *args: loss(*args))))
-            gc.collect()
-            gc.disable()
-            start = time.process_time()
-            traced = fun.trace(params, tokens)
-            row[name] = {"trace": time.process_time() - start}
+            trace = functools.partial(fun.trace, params, tokens)
+            row[name] = {"trace": seconds(trace)}
             if compiles:
-                start = time.process_time()
-                traced.lower().compile()
-                row[name]["compile"] = time.process_time() - start
-            gc.enable()
+                traced = trace()  # which JAX has
+                row[name]["compile"] = seconds(lambda of=traced: of.lower().compile())
         rows.append(row)
     return rows[1:]  # the first fills caches
 

@@ -38,7 +38,7 @@ RUNS = {
     "float16": get_policy("mixed_float16"),
     UNSCALED: get_policy("mixed_float16"),
 }
-Curves = dict[str, dict[str, Any]]  # of each run: "loss" [steps], "skipped", scores
+Curves = dict[str, dict[str, Any]]  # of each run: "loss" [steps], scores
 # What is shown of a run: task, score, title.
 SCORES = (
     ("mlp", "final_loss", "digits, MLP: training loss"),
@@ -52,12 +52,11 @@ SCORES = (
 )
 
 
-def curve(loss: Any, history: dict[str, Any], **scores: float) -> dict[str, Any]:
+def curve(loss: Any, **scores: float) -> dict[str, Any]:
     """Return what is kept of an example's run."""
     return {
         # No more than five digits are drawn, and JSON stays small.
         "loss": [float(f"{x:.5g}") for x in loss],
-        "skipped": int(history["skipped_steps"][-1]),
         "final_loss": float(np.mean(loss[-20:])),
         **scores,
     }
@@ -80,7 +79,7 @@ def train_example(
             found["accuracy"] = record.columns["acc. %"] / 100
         return found
 
-    return {r.policy: curve(r.history["loss"], r.history, **scores(r)) for r in records}
+    return {r.policy: curve(r.history["loss"], **scores(r)) for r in records}
 
 
 def train_digits(name: str, policies: Any, **options: Any) -> list[report.Record]:
@@ -106,7 +105,7 @@ def train_tiny(seed: int, steps: int, console: Console) -> Curves:
     )
     names = {"float32": BASELINE, "float16, dynamic loss scale": "float16"}
     return {
-        names.get(label, UNSCALED): curve(history["loss"] / tiny.weight, history)
+        names.get(label, UNSCALED): curve(history["loss"] / tiny.weight)
         for label, history in tiny.history.items()
     }
 

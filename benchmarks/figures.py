@@ -84,13 +84,13 @@ def draw_ranges() -> Figure:
     return figure
 
 
-def draw_errors(points: int = 2**13) -> Figure:
+def draw_errors() -> Figure:
     """Draw the relative error of rounding to each format, over the range of float16.
 
     It is the largest of many numbers between each power of two and the next.
     """
     figure, (axes,) = plots.panels(1, 1, (7.5, 3.6))
-    exponents = np.arange(-40, 20)
+    exponents, points = np.arange(-40, 20), 2**13
     # With all that lie half-way between two numbers of a format.
     numbers = 2.0 ** exponents[:, None] * (1 + np.arange(points) / points)
     axes.axhline(100 * 2.0**-24, color=plots.GREY, linestyle=":", label="float32")
@@ -336,6 +336,12 @@ FIGURES: dict[str, Callable[[], Figure]] = {
 }
 
 
+# On a dark page, white becomes its grey, and each colour a lighter one of its hue.
+_DARK = (
+    "@media (prefers-color-scheme: dark){svg{filter: invert(0.88) hue-rotate(180deg)}}"
+)
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write a figure as SVG, the same bytes for the same figure."""
     with matplotlib.rc_context({"svg.hashsalt": "jmp_lite"}):
@@ -345,18 +351,7 @@ def save(figure: Figure, path: Path) -> None:
     drawn = re.sub(
         r' d="[^"]*"', lambda line: re.sub(r"(\.\d\d)\d+", r"\1", line[0]), drawn
     )
-    path.write_text(with_dark_form(drawn), "utf-8")
-
-
-# White becomes the grey of dark pages, and each colour a lighter one of its hue.
-_DARK = (
-    "@media (prefers-color-scheme: dark){svg{filter: invert(0.88) hue-rotate(180deg)}}"
-)
-
-
-def with_dark_form(svg: str) -> str:
-    """Return an SVG of matplotlib that has other colours on a dark page."""
-    return svg.replace("</style>", f"{_DARK}</style>", 1)
+    path.write_text(drawn.replace("</style>", f"{_DARK}</style>", 1), "utf-8")
 
 
 def main(

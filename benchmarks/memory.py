@@ -7,8 +7,8 @@ r"""Where the memory of training goes, and what each way to save it costs.
 in the environment of programs-requirements.txt, which `make programs` makes.
 Compiles one train step of a transformer for each way to store parameters and optimiser
 state (common/storage.py), with layers computed again in the backward pass or not, for a
-device that need not be there. Bytes of parameters, optimiser state and gradients are
-those of the arrays; the peak is what XLA's program takes. Nothing is run.
+device that need not be there. Bytes of parameters and optimiser state are those of the
+arrays; the peak is what XLA's program takes. Nothing is run.
 
 Tables and figures have the validation loss beside it, which a small transformer reaches
 with each choice in benchmarks.storage_accuracy.
@@ -25,16 +25,13 @@ import jax.numpy as jnp
 import typer
 
 import jmp_lite
-from benchmarks import programs
 from benchmarks.common import run, transformer
 from benchmarks.common.storage import CHOICES, MAIN_CHOICES, Storage
 from examples.common.memory import tree_bytes
-from examples.common.progress import track
 
 Device = Literal["h100", "v5e", "cpu"]
 
-# The parts of a row in bytes.
-PARTS = ("parameters", "optimizer state", "gradients", "temporary", "peak")
+BATCH = {"batch": 8, "length": 512}
 
 
 def program(
@@ -60,23 +57,34 @@ def program(
     step = transformer.train_step(jax.grad(loss_fn), tx)
     params, opt_state = jax.eval_shape(init)
     tokens = jax.ShapeDtypeStruct((sizes["batch"], sizes["length"]), jnp.int32)
-    grads = jax.eval_shape(jax.grad(loss_fn), params, tokens)
-    held = {"parameters": params, "optimizer state": opt_state, "gradients": grads}
+    held = {"parameters": tree_bytes(params), "optimizer state": tree_bytes(opt_state)}
     shapes = params, opt_state, tokens
-    bytes_of = {name: tree_bytes(tree) for name, tree in held.items()}
-    return jax.jit(step, donate_argnums=(0, 1)), shapes, bytes_of
+    return jax.jit(step, donate_argnums=(0, 1)), shapes, held
 
 
 def measure(
-    storage: Storage, remat: bool, *, device: Device, sizes: dict[str, int]
-) -> dict[str, Any]:
-    """Compile the step of `program` and return its figures.
+    todo: list[tuple[Storage, bool]], device: Device, sizes: dict[str, int]
+) -> tuple[jmp_lite.memory.Comparison, list[dict[str, Any]]]:
+    """Compile the step of `program` in each way; return the report, and rows to store.
 
-    They are the bytes of each of `PARTS`, "bytes accessed" and "kernels".
+    Args:
+      todo: the ways, and whether layers are recomputed.
+      device: what for.
+      sizes: as `program` takes them.
     """
-    step, shapes, held = program(storage, remat, sizes=sizes)
-    found = held | programs.figures(jmp_lite.memory.of_step(step, device)(*shapes))
-    return {name: found[name] for name in (*PARTS, "bytes accessed", "kernels")}
+    steps, rows = {}, {}
+    for storage, remat in todo:
+        name = f"{storage}{', recomputed' if remat else ''}"
+        step, shapes, held = program(storage, remat, sizes=sizes)
+        steps[name] = step, shapes
+        rows[name] = {"storage": str(storage), "remat": remat, **held}
+    found = jmp_lite.memory.compare(steps, device, on_progress=print)
+    for name, report in ((row.name, row.report) for row in found.rows):
+        rows[name]["temporary"] = report.temporaries
+        rows[name]["peak"] = report.peak
+        rows[name]["bytes accessed"] = report.bytes_accessed
+        rows[name]["kernels"] = report.kernels
+    return found, [*rows.values()]
 
 
 def rows_for(device: str) -> list[tuple[Storage, bool]]:
@@ -90,19 +98,6 @@ def rows_for(device: str) -> list[tuple[Storage, bool]]:
     return [(storage, True) for storage in MAIN_CHOICES]
 
 
-def list_bytes(rows: list[dict[str, Any]]) -> run.Rows:
-    """Return the table of what was compiled for one device."""
-    return [
-        {
-            "": f"{row['storage']}{', recomputed' if row['remat'] else ''}",
-            **{f"{part}, GiB": f"{row[part] / 2**30:.2f}" for part in PARTS},
-            "GiB accessed": f"{row['bytes accessed'] / 2**30:.1f}",
-            "kernels": f"{row['kernels']}",
-        }
-        for row in rows
-    ]
-
-
 @run.benchmark
 def main(
     device: Device = "h100",
@@ -110,28 +105,22 @@ def main(
     width: int = 2048,
     heads: int = 16,
     vocabulary: int = 32000,
-    batch: int = 8,
-    length: int = 512,
 ) -> Iterator[run.Found]:
     """Compile a train step for each choice and one device."""
     sizes = dict(layers=layers, width=width, heads=heads, vocabulary=vocabulary)
-    sizes |= {"batch": batch, "length": length}
-    todo, rows = rows_for(device), []
-    for storage, remat in track(todo, f"compiling for {device}", total=len(todo)):
-        figures = measure(storage, remat, device=device, sizes=sizes)
-        rows.append({"storage": str(storage), "remat": remat, **figures})
-    settings = {
+    found, rows = measure(rows_for(device), device, sizes | BATCH)
+    settings = BATCH | {
         "unit": "bytes",
         "compiled with": targets.versions(),
-        "parameter count": rows[0]["parameters"] // 4,  # float32
+        "parameter count": found.rows[0].report.parameter_count,
     }
-    name = jmp_lite.memory.DEVICES[device].title
     yield run.Found(
         f"{device}-compiled/memory",
         {"results": rows},
-        {f"A train step, {name}": list_bytes(rows)},
+        {},
+        notes=[f"{found}"],
         settings=settings,
-        device=name,
+        device=jmp_lite.memory.DEVICES[device].title,
     )
 
 

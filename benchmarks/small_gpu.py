@@ -71,10 +71,10 @@ class Model:
     ) -> Step:
         """Return a train step and its shapes."""
         loss_fn = self.loss_fn(half, recomputed)
-        dtype = jnp.bfloat16 if half_weights else jnp.float32
-        params = jmp.trees.cast_floating(
-            self.params if stacked else self.unstacked, dtype
-        )
+        params = self.params if stacked else self.unstacked
+        if half_weights:
+            params = jmp.trees.cast_floating(params, jnp.bfloat16)
+            tx = jmp.stochastic_rounding(tx, jax.random.key(0))
 
         def gradients(params, tokens):
             if accumulated == 1:
@@ -128,10 +128,6 @@ def steps(model: Model) -> dict[str, Step]:
     adam = optax.adam(1e-4)
     in_8_bits = jmp.low_precision_state(adam, "8bit")
     adafactor = optax.adafactor(1e-4)
-
-    def rounded(tx):
-        return jmp.stochastic_rounding(tx, jax.random.key(0))
-
     return {
         "float32": model.step(adam, half=False, recomputed=False, donated=False),
         "donated": model.step(adam, half=False, recomputed=False),
@@ -140,15 +136,13 @@ def steps(model: Model) -> dict[str, Step]:
         "Adam in bf16": model.step(jmp.low_precision_state(adam)),
         "Adam in 8 bits": model.step(in_8_bits),
         "AdaFactor": model.step(adafactor),
-        "bf16 weights, Adam in 8 bits": model.step(
-            rounded(in_8_bits), half_weights=True
-        ),
+        "bf16 weights, Adam in 8 bits": model.step(in_8_bits, half_weights=True),
         "bf16 weights, Adam in 8 bits, not stacked": model.step(
-            rounded(in_8_bits), half_weights=True, stacked=False
+            in_8_bits, half_weights=True, stacked=False
         ),
-        "bf16 weights, AdaFactor": model.step(rounded(adafactor), half_weights=True),
+        "bf16 weights, AdaFactor": model.step(adafactor, half_weights=True),
         "bf16 weights, AdaFactor, 4 batches summed": model.step(
-            rounded(adafactor), half_weights=True, accumulated=4
+            adafactor, half_weights=True, accumulated=4
         ),
         "bf16 weights frozen, LoRA": model.adapters(adam),
     }

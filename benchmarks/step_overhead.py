@@ -179,17 +179,16 @@ PEERS = {
 }
 # jmp's verdict is an AND of all leaves, which XLA puts into the update of each: at
 # 400 leaves compiling was given up after 7 minutes on busy cores, at 10 GB.
-_MOST_LEAVES = {JMP: 100}
+JMP_LEAVES = 100
 
 
-def why_not(name: str, leaves: int) -> str:
-    """Return why a contender is not measured here, "" where it is."""
-    if name == JMP and importlib.util.find_spec("jmp") is None:
-        return "jmp is not installed: pip install jmp"
-    most = _MOST_LEAVES.get(name, leaves)
-    if leaves > most:
-        return f"given up at more than {most} leaves, which take minutes to compile"
-    return ""
+def not_measured(leaves: int) -> dict[str, str]:
+    """Return which contenders are left out, and why."""
+    if importlib.util.find_spec("jmp") is None:
+        return {JMP: "jmp is not installed: pip install jmp"}
+    if leaves > JMP_LEAVES:
+        return {JMP: f"more than {JMP_LEAVES} leaves take minutes to compile"}
+    return {}
 
 
 def mlp_loss(params: list[jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -282,7 +281,7 @@ def main(
     ]
     cases, notes = [], {}
     for problem, loss_fn, (params, batch), name, size, n in problems:
-        missing = {c: why for c in CONTENDERS if (why := why_not(c, n))}
+        missing = not_measured(n)
         notes |= {f"{c}: not measured, {why}.": None for c, why in missing.items()}
         rows = time_steps(
             {
@@ -296,7 +295,7 @@ def main(
             title=f"{problem}, {n} leaves, {name}, batch {size}",
         )
         case = {"problem": problem, "optimizer": name, "batch": size, "leaves": n}
-        cases.append(case | {"contenders": rows, "not_measured": missing})
+        cases.append(case | {"contenders": rows})
     result = {"cases": cases}
     leaves_title = "A matrix in leaves: time (compiling) over the bare step's"
     tables = {"An MLP: time over that of the bare step": summarise(result)}

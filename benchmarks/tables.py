@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.common import compiled_tables, measured_tables
-from benchmarks.common.committed import RESULTS, load, loaded
+from benchmarks.common.committed import RESULTS, load
 from examples.common import report
 from examples.common.results import COMMITTED, ROOT
 
@@ -46,13 +46,6 @@ def measured(names: str) -> str:
         of = list(dict.fromkeys(found))
         lines.append(f"*{text}; revision{'s' * (len(of) > 1)} {', '.join(of)}.*\n")
     return "".join(lines)
-
-
-def results_of(table: str) -> list[str]:
-    """Return the names of the results that a table is made from."""
-    with loaded() as names:
-        TABLES[table]()
-    return [*names]
 
 
 def printed(name: str) -> str:

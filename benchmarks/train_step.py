@@ -118,9 +118,7 @@ def measure(
             steppers[name], states[name], memory = found
             rows[name] = {"memory": memory}
     samples = take_turns(steppers, states, rounds=rounds, steps=steps, title=title)
-    for name, times in samples.items():
-        rows[name] |= {**times, "over_float32": ratios(samples, name, FLOAT32)}
-    return rows
+    return {name: row | samples[name] for name, row in rows.items()}
 
 
 def summarise(results: dict[str, run.Result]) -> run.Rows:
@@ -155,7 +153,7 @@ def list_ways(rows: dict[str, dict[str, Any]]) -> run.Rows:
             "memory, MiB": f"{row['memory'] / 2**20:.4g}",
             "memory / float32": f"{row['memory'] / base['memory']:.2f}",
             "ms": f"{1e3 * np.median(row['seconds']):.2f}",
-            "time / float32": quartiles_text(row["over_float32"]),
+            "time / float32": quartiles_text(ratios(rows, name, FLOAT32)),
         }
         for name, row in rows.items()
     ]

@@ -66,10 +66,7 @@ def with_look(look: Callable[[Any], Any]) -> optax.GradientTransformation:
         del state, params
         return updates, look(updates)
 
-    def init_fn(params):
-        return look(params)
-
-    looking = optax.GradientTransformation(init_fn, update_fn)
+    looking = optax.GradientTransformation(lambda params: look(params), update_fn)
     return optax.chain(looking, optax.adam(1e-4))
 
 
@@ -102,7 +99,7 @@ def main(rounds: run.Rounds = 60, steps: run.StepsPerRound = 3) -> Iterator[run.
         problems[title] = {"samples": time_steps(looks, batch, **turns)}
     result = {"problems": problems}
     tables = {f"Processor time over that of the {BARE}": summarise(result)}
-    yield run.Found("tree_stats", result, tables, settings={"unit": "s"})
+    yield run.Found("tree_stats", result, tables)
 
 
 if __name__ == "__main__":

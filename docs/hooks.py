@@ -27,15 +27,11 @@ _INCLUDED = {
         (
             "convergence",
             "Runs of the examples",
-            "advised",
             "fp8_accuracy",
             "storage_accuracy",
         ),
     ),
-    "benchmarks/overhead.md": (
-        _BENCHMARKS,
-        ("step_overhead", "many_leaves", "autocast_trace"),
-    ),
+    "benchmarks/overhead.md": (_BENCHMARKS, ("step_overhead", "autocast_trace")),
 }
 _PICTURES = (".png", ".svg")
 _COPIED = "outside"  # where files from outside docs/ are on the site

@@ -1,9 +1,6 @@
 """The committed results: which there are, and the command that measures each."""
 
-import contextlib
 import json
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 from examples.common.results import COMMITTED
@@ -32,10 +29,8 @@ _PROGRAMS: dict[str, str] = {
     ),
     "cpu/step_overhead": "benchmarks.step_overhead",
     "cpu/convergence": "benchmarks.convergence",
-    "cpu/advised": "benchmarks.advised --seeds 8",
     "cpu/fp8_accuracy": "benchmarks.fp8_accuracy",
     "cpu/storage_accuracy": "benchmarks.storage_accuracy",
-    "cpu/many_leaves": "benchmarks.many_leaves",
     "cpu/autocast_trace": "benchmarks.autocast_trace --rounds 7",
     "cpu/tree_stats": "benchmarks.tree_stats",
     "cpu/checkpoint_save": "benchmarks.checkpoint_save --folder /dev/shm",
@@ -75,20 +70,6 @@ def _command(name: str) -> str:
 RESULTS = {f"{name}.json": _command(name) for name in _PROGRAMS}
 
 
-# What `loaded` collects: the keys of a dict are in order, and each is there once.
-_NAMES: ContextVar[dict[str, None]] = ContextVar("names of loaded results")
-
-
-@contextlib.contextmanager
-def loaded() -> Iterator[dict[str, None]]:
-    """Collect the names of the results that are loaded inside, each once."""
-    token = _NAMES.set({})
-    try:
-        yield _NAMES.get()
-    finally:
-        _NAMES.reset(token)
-
-
 def load(name: str) -> dict[str, Any]:
     """Return a committed result.
 
@@ -98,5 +79,4 @@ def load(name: str) -> dict[str, Any]:
     """
     if name not in RESULTS:
         raise KeyError(f"expected one of {', '.join(RESULTS)}, got {name!r}")
-    _NAMES.get({})[name] = None
     return json.loads((COMMITTED / name).read_text(encoding="utf-8"))

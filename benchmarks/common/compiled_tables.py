@@ -40,7 +40,8 @@ def programs(device: str, size: str = "full") -> dict[str, dict[str, Any]]:
     return {row["step"]: row for row in found}
 
 
-def _ratios(row: dict[str, Any], base: dict[str, Any], *keys: str) -> dict[str, str]:
+def _over_base(found: dict[str, Any], step: Step, *keys: str) -> dict[str, str]:
+    row, base = found[str(step)], found[str(step.base)]
     return {_COLUMNS[key]: f"{row[key] / base[key]:.3f}" for key in keys}
 
 
@@ -54,8 +55,7 @@ def over_by_hand(device: str, steps: list[Step], *columns: str) -> Rows:
         if step.scaled:
             cast = "`scale_aware` over no scaling"
         title = f"{TITLES[step.model]}, {SHORT[step.dtype]}, {cast}"
-        ratios = _ratios(found[str(step)], found[str(step.base)], *columns)
-        rows.append({"": title, **ratios})
+        rows.append({"": title, **_over_base(found, step, *columns)})
     return rows
 
 
@@ -81,56 +81,37 @@ def families() -> Rows:
     which XLA leaves out.
     """
     found, rows = programs("h100"), []
-    for model in TITLES.keys() - {"mlp"}:
-        step, row = Step(model, "bfloat16", GRAD_AUTOCAST), {"": TITLES[model]}
-        if str(step) not in found:
-            continue  # compiled at size ci alone
+    for step in _by_autocast(found):
+        if step.model == "mlp":
+            continue
+        row = {"": TITLES[step.model]}
         for of, suffix in ((step, ""), (step.base, " by hand")):
             figures = found[str(of)]
             row[f"main memory, GB{suffix}"] = f"{figures[_TRAFFIC] / 1e9:.1f}"
             row[f"peak, GiB{suffix}"] = f"{figures[_PEAK] / 2**30:.2f}"
-        ratios = _ratios(found[str(step)], found[str(step.base)], _TRAFFIC, _PEAK)
+        ratios = _over_base(found, step, _TRAFFIC, _PEAK)
         rows.append(row | {f"{title}, ×": x for title, x in ratios.items()})
     return _worst_first(rows, *(f"{_COLUMNS[key]}, ×" for key in (_TRAFFIC, _PEAK)))
 
 
 def small_families() -> Rows:
     """Every model of size ci by autocast over casts by hand, the worst first."""
-    found, rows = programs("h100", "ci"), []
-    for model, title in TITLES.items():
-        step = Step(model, "bfloat16", GRAD_AUTOCAST)
-        if str(step) not in found:
-            continue
-        keys = _BYTES, _TRAFFIC, _PEAK, _KERNELS
-        ratios = _ratios(found[str(step)], found[str(step.base)], *keys)
-        rows.append({"": title} | ratios)
+    found, keys = programs("h100", "ci"), (_BYTES, _TRAFFIC, _PEAK, _KERNELS)
+    rows = [
+        {"": TITLES[step.model]} | _over_base(found, step, *keys)
+        for step in _by_autocast(found)
+    ]
     return _worst_first(rows, _COLUMNS[_TRAFFIC], _COLUMNS[_PEAK])
+
+
+def _by_autocast(found: dict[str, Any]) -> list[Step]:
+    """Return the steps of all models that were compiled, by autocast in bfloat16."""
+    steps = [Step(model, "bfloat16", GRAD_AUTOCAST) for model in TITLES]
+    return [step for step in steps if str(step) in found]
 
 
 def _worst_first(rows: Rows, *columns: str) -> Rows:
     return sorted(rows, key=lambda row: -max(float(row[x]) for x in columns))
-
-
-def autocast_cost() -> Rows:
-    """A transformer's programs by autocast, in multiples of those cast by hand."""
-    found, rows = programs("h100"), []
-    for dtype in HALVES:
-        base = found[str(Step("transformer", dtype, BY_HAND))]
-        cells = {
-            _COLUMNS[_TRAFFIC]: f"{base[_TRAFFIC] / 1e9:.2f} GB",
-            _COLUMNS[_PEAK]: f"{base[_PEAK] / 2**20:.0f} MiB",
-            _COLUMNS[_KERNELS]: f"{base[_KERNELS]}",
-        }
-        rows.append({"step": f"{dtype} by hand", **cells})
-        for cast in (GRAD_AUTOCAST, AUTOCAST_GRAD, SAVE_PRODUCTS):
-            row = found.get(str(Step("transformer", dtype, cast)))
-            if row:
-                call, _, how = cast.partition(", ")
-                ratios = _ratios(row, base, _TRAFFIC, _PEAK, _KERNELS)
-                title = f"{dtype}, `{call}`{how and f', `{how}`'}"
-                cells = {column: f"{x}×" for column, x in ratios.items()}
-                rows.append({"step": title, **cells})
-    return rows
 
 
 def _megabytes(
@@ -187,7 +168,7 @@ def float32_gradients() -> Rows:
             for name, dtype in (("bf16", "bf16"), ("float32", "f32")):
                 moved = _megabytes(figures, counts.REDUCTIONS, (dtype,), digits=2)
                 cells[f"{which}: {name}, MB"] = moved
-        cells |= _ratios(row, base, _BYTES, _TRAFFIC, _PEAK)
+        cells |= _over_base(found, step, _BYTES, _TRAFFIC, _PEAK)
         if device == "h100":  # has one memory
             cells[_COLUMNS[_TRAFFIC]] = ""
         rows.append(cells)
@@ -205,12 +186,12 @@ def fp8() -> Rows:
         ("MLP", Step("mlp", "fp8", GRAD_AUTOCAST)),
         ("transformer, FSDP on four", _SHARDED_IN_FP8),
     ):
-        row, base = found[str(step)], found[str(step.base)]
+        row = found[str(step)]
         products = {
             "products in fp8": f"{counts.fp8_products(row['products'])}",
             "of all": f"{sum(row['products'].values())}",
         }
-        ratios = _ratios(row, base, _TRAFFIC, _PEAK, "temporary", _KERNELS)
+        ratios = _over_base(found, step, _TRAFFIC, _PEAK, "temporary", _KERNELS)
         rows.append({"": title, **products, **ratios})
     return rows
 
@@ -375,7 +356,15 @@ TABLES: dict[str, Callable[[], Rows]] = {
         *(_BYTES, _TRAFFIC, _PEAK, _KERNELS),
     ),
     "programs_float32": over_float32,
-    "autocast_cost": autocast_cost,
+    "autocast_cost": lambda: over_by_hand(
+        "h100",
+        [
+            *_steps("transformer", _AUTOCAST[0], ("bfloat16", AUTOCAST_GRAD)),
+            *_steps("transformer", ("bfloat16", SAVE_PRODUCTS)),
+            *_steps("transformer", _AUTOCAST[1], ("float16", AUTOCAST_GRAD)),
+        ],
+        *(_TRAFFIC, _PEAK, _KERNELS),
+    ),
     "families": families,
     "small_families": small_families,
     "collectives": collectives,

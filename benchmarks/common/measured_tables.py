@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks import (
-    advised,
     autocast_trace,
     checkpoint_save,
     convergence,
     fp8_accuracy,
-    many_leaves,
     step_overhead,
     storage_accuracy,
     train_step,
@@ -26,14 +24,12 @@ from benchmarks.common.timing import ratios
 from benchmarks.train_step import FLOAT32, TF32
 from examples import resnet, transformer
 from examples.common import report
-from examples.common.cli import POLICIES
 
-change_of = functools.partial(percent, zero="0")
 BY_AUTOCAST = train_step.IN_BFLOAT16["autocast"]
 
 # The benchmarks that run: each makes its own table, here of its committed result.
 _BENCHMARKS = (
-    *(advised, autocast_trace, checkpoint_save, convergence, fp8_accuracy),
+    *(autocast_trace, checkpoint_save, convergence, fp8_accuracy),
     *(step_overhead, storage_accuracy, tree_stats),
 )
 
@@ -49,35 +45,31 @@ def tiny(name: str) -> run.Rows:
     return report.summarise_tiny(load(f"cpu/{name}/results.json")["tiny_gradients"])
 
 
-def by_policy(name: str, key: str) -> dict[str, list[float]]:
-    """Return the scores of an example, a list over seeds for each policy."""
-    runs = load(f"cpu/{name}/results.json")["runs"]
-    return {
-        policy: [r[key] for r in runs if r["policy"] == policy] for policy in POLICIES
-    }
-
-
 def differences(*names: str) -> run.Rows:
     """How far half precision is from float32, and float32 from itself.
 
     Args:
       names: of examples whose float32 runs are the same.
     """
-    rows = []
-    full = by_policy(names[0], "validation_loss")["float32"]
+    rows, full = [], _losses(names[0], "float32")
     for name in names:
         way = load(f"cpu/{name}/results.json")["settings"]["half_precision"]
-        for policy, losses in by_policy(name, "validation_loss").items():
-            if policy == "float32":
-                continue
+        for policy in ("mixed_float16", "mixed_bfloat16"):
+            losses = _losses(name, policy)
             change = float(np.mean(losses) / np.mean(full))
             largest = np.max(np.abs(np.divide(losses, full) - 1))
-            cells = change_of(change), f"{100 * largest:.1f} %"
+            cells = percent(change, zero="0"), f"{100 * largest:.1f} %"
             rows.append([f"{policy}, {way}", *cells])
     spread = (max(full) - min(full)) / np.mean(full)
     rows.append(["float32, seeds among themselves", "", f"{100 * spread:.1f} %"])
     columns = "validation loss, difference from float32", "mean", "largest of a seed"
     return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def _losses(name: str, policy: str) -> list[float]:
+    """Return the validation losses of an example under a policy, of each seed."""
+    runs = load(f"cpu/{name}/results.json")["runs"]
+    return [run["validation_loss"] for run in runs if run["policy"] == policy]
 
 
 def of(name: str, make: Callable[..., run.Rows], *args: Any) -> Callable[[], run.Rows]:
@@ -137,17 +129,21 @@ def predicted_memory() -> run.Rows:
     return rows
 
 
+_SCORES = {
+    "digits": report.ACCURACY,
+    "digits-autocast": report.ACCURACY,
+    "resnet": resnet.SCORE,
+    "transformer": transformer.SCORE,
+    "transformer-with_policy": transformer.SCORE,
+}
 TABLES: dict[str, Callable[[], run.Rows]] = {
-    "digits": functools.partial(example, "digits", report.ACCURACY),
+    **{
+        name.replace("-", "_"): functools.partial(example, name, score)
+        for name, score in _SCORES.items()
+    },
     "digits_tiny": functools.partial(tiny, "digits"),
-    "digits_autocast": functools.partial(example, "digits-autocast", report.ACCURACY),
     "digits_autocast_tiny": functools.partial(tiny, "digits-autocast"),
-    "resnet": functools.partial(example, "resnet", resnet.SCORE),
     "resnet_differences": functools.partial(differences, "resnet"),
-    "transformer": functools.partial(example, "transformer", transformer.SCORE),
-    "transformer_with_policy": functools.partial(
-        example, "transformer-with_policy", transformer.SCORE
-    ),
     "transformer_differences": functools.partial(
         differences, "transformer", "transformer-with_policy"
     ),
@@ -166,10 +162,6 @@ TABLES: dict[str, Callable[[], run.Rows]] = {
         load("h100/step_overhead.json")
     ),
     "step_overhead_leaves": of("step_overhead", step_overhead.summarise_leaves),
-    **{
-        f"many_leaves_{key}": of("many_leaves", many_leaves.summarise, key)
-        for key in many_leaves.FIGURES
-    },
     "fp8_gradients": of("fp8_accuracy", fp8_accuracy.summarise_gradients),
     "autocast_compile": of("autocast_trace", autocast_trace.summarise_compiling),
 }

@@ -10,8 +10,8 @@ import optax
 from rich.console import Console
 
 from benchmarks.common import run
-from examples import digits, resnet, transformer
-from examples.common.data import Digits, batches, load_digits
+from examples import digits, transformer
+from examples.common.data import batches, load_digits
 from examples.common.loop import Result, Run, train_side_by_side
 from examples.common.text import load_sources, text_batches
 from jmp_lite import NoOpLossScale, get_policy, scale_aware
@@ -19,10 +19,7 @@ from jmp_lite.nnx import TrainState
 
 BASELINE = "float32"
 F32 = get_policy("float32")
-TITLES = {
-    **{"transformer": "transformer", "resnet": "ResNet"},
-    **{"mlp": "digits, MLP", "cnn": "digits, CNN"},
-}
+TITLES = {"transformer": "transformer", "mlp": "digits, MLP", "cnn": "digits, CNN"}
 WIDTH = 256  # of the digits' models: half of the example's
 RESNET_WIDTHS = (8, 16, 32)
 SHAPE = {"width": 128, "layers": 2}  # the example's transformer
@@ -53,7 +50,7 @@ class Task(NamedTuple):
       loss_fn: `(params, other state, batch) -> loss`, or a pair of it and what is kept.
       has_aux: whether it is a pair.
       make_run: takes a loss function, and by name a policy, which says how parameters
-        are stored, and the optimiser, or the static loss scale of the example's own.
+        are stored, and the optimiser.
       batches: the batches.
       other_state: takes a state, returns what `loss_fn` takes beside the parameters.
       score: takes a cast and a state.
@@ -96,10 +93,11 @@ def transformer_task(
     shape = shape or SHAPE
     model = transformer.make_model(shape["width"], shape["layers"], seed)
 
-    def make_run(loss_fn, *, policy=F32, static_scale=0.0, tx=None):
+    def make_run(loss_fn, *, policy=F32, tx=None):
         if tx is None:
-            options = {"steps": steps, "static_scale": static_scale}
-            state = transformer.init_state(model, policy, use_autocast=True, **options)
+            state = transformer.init_state(
+                model, policy, steps=steps, use_autocast=True, static_scale=0.0
+            )
         else:
             params, decay = policy.cast_to_param(model), transformer.ema_decay(steps)
             state = TrainState.create(params, tx, ema_decay=decay)
@@ -151,32 +149,6 @@ def digits_task(
     return Task(
         *(digits.make_loss_fn(model, F32, use_autocast=True), True, make_run),
         lambda: batches(train, batch_size=batch_size, steps=steps, seed=seed),
-        lambda state: state.batch_stats,
-        score,
-    )
-
-
-def resnet_task(seed: int, steps: int) -> Task:
-    train, test = load_digits_once()
-    model = resnet.with_policy(resnet.ResNet(RESNET_WIDTHS), F32)
-
-    def make_run(loss_fn, *, policy=F32, static_scale=0.0):
-        options = {"steps": steps, "seed": seed, "static_scale": static_scale}
-        state = resnet.init_state(model, policy, **options)
-        return Run(resnet.make_step(loss_fn), state)
-
-    def score(cast, state):
-        del cast
-        rng = np.random.default_rng(0)
-        seen = resnet.add_noise(Digits(train.image[:2000], train.label[:2000]), rng)
-        noisy = Digits(*(np.concatenate([x] * 4) for x in test))
-        noisy = resnet.add_noise(noisy, rng)
-        loss, _ = resnet.evaluate(F32, RESNET_WIDTHS, state, (seen, noisy))
-        return {"validation_loss": loss}
-
-    return Task(
-        *(resnet.make_loss_fn(model), True, make_run),
-        lambda: resnet.noisy_batches(train, steps=steps, seed=seed),
         lambda state: state.batch_stats,
         score,
     )

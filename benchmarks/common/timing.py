@@ -82,8 +82,7 @@ def time_steps(
       **turns: as `take_turns` has them.
 
     Returns:
-      Per name what `take_turns` returns, the processor seconds of tracing and of
-      compiling, and the bytes that the program reads and writes by XLA's count.
+      Per name what `take_turns` returns, and the processor seconds of compiling.
 
     Raises:
       RuntimeError: a training has failed.
@@ -92,15 +91,10 @@ def time_steps(
     for name, (step, state) in contenders.items():
         # Donated states cannot share their arrays.
         states[name] = jax.tree.map(jnp.copy, state)
-        start = time.process_time()
         lowered = jax.jit(step, donate_argnums=0).lower(states[name], batch)
-        traced = time.process_time()
-        program: Any = lowered.compile()
-        rows[name] = {
-            "trace": traced - start,
-            "compile_processor_seconds": time.process_time() - traced,
-            "bytes": program.cost_analysis()["bytes accessed"],
-        }
+        start = time.process_time()
+        program = lowered.compile()
+        rows[name] = {"compile_processor_seconds": time.process_time() - start}
         programs[name] = lambda state, program=program: program(state, batch)
     samples = take_turns(programs, states, **turns)
     for name, state in states.items():

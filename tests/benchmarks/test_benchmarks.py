@@ -12,12 +12,10 @@ import pytest
 from commands import invoke
 
 from benchmarks import (
-    advised,
     autocast_trace,
     checkpoint_save,
     convergence,
     fp8_accuracy,
-    many_leaves,
     memory,
     programs,
     step_overhead,
@@ -37,10 +35,8 @@ pytestmark = pytest.mark.standard_promotion
 _, V100 = programs.read(programs.result_path("v100", "ci"))
 # Cut to what compiles in seconds.
 SMALL = {
-    (advised, "TASKS"): {"resnet": tasks.resnet_task},
     (autocast_trace, "LAYERS"): (1,),
     (fp8_accuracy, "TASKS"): {"mlp": fp8_accuracy.TASKS["mlp"]},
-    (many_leaves, "LEAVES"): (3, 2),
     (memory, "rows_for"): lambda device: [(Storage(), True)],
     (programs, "measure_all"): lambda device, size, known: V100,
     (step_overhead, "OPTIMIZERS"): {"adam": step_overhead.OPTIMIZERS["adam"]},
@@ -58,13 +54,11 @@ SMALL = {
 TURNS = "--rounds 2 --steps 1"
 TRAINING = "--seeds 1 --steps 2"
 ALL = (
-    (advised, TRAINING, "ResNet"),
     (autocast_trace, "--rounds 1", "forward, unrolled"),
     (checkpoint_save, "--megabytes 1 --rounds 2", "`checkpoint.save`"),
     (convergence, f"--task tiny --task transformer {TRAINING}", convergence.UNSCALED),
     (convergence, f"--task mlp --task resnet {TRAINING}", "accuracy"),
     (fp8_accuracy, TRAINING, "fp8 over bfloat16"),
-    (many_leaves, TURNS, "`stochastic_rounding`"),
     (
         memory,
         "--device cpu --layers 1 --width 32 --heads 2 --vocabulary 64",

@@ -37,7 +37,7 @@ MOMENTS = {
 def test_arrays_take_the_bytes_that_they_are_known_to_take(choice):
     _, shapes, held = memory.program(choice, True, sizes=SIZES)
     param_bytes, master_bytes = WEIGHTS[choice.weights]
-    assert held["parameters"] == held["gradients"] == param_bytes * PARAMETERS
+    assert held["parameters"] == param_bytes * PARAMETERS
     state_bytes = master_bytes * PARAMETERS
     if choice.optimizer == storage.ADAM:
         state_bytes += MOMENTS[choice.state] + 8 * (PARAMETERS - MATRICES)
@@ -50,8 +50,8 @@ def test_arrays_take_the_bytes_that_they_are_known_to_take(choice):
 
 def test_a_compiled_step_holds_its_arrays():
     way, sizes = Storage(weights=storage.MASTERS), SIZES | {"layers": 1}
-    row = memory.measure(way, False, sizes=sizes, device="cpu")
-    assert {*memory.PARTS, "bytes accessed", "kernels"} == row.keys()
+    found, (row,) = memory.measure([(way, False)], "cpu", sizes)
+    assert str(way) in str(found)
     assert row["peak"] > row["parameters"] + row["optimizer state"]
     assert row["temporary"] > 0 and row["kernels"] > 0
     assert row["bytes accessed"] > row["peak"]
