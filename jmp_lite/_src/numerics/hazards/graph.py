@@ -59,7 +59,7 @@ class Scaling(NamedTuple):
         return any(self.power or ())
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)  # it would print the whole graph
 class Value:
     """An input, a constant, or the result of an operation, and that operation."""
 

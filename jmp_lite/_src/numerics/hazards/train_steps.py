@@ -150,7 +150,7 @@ def _scaled_update(value: Value, program: Program) -> str | None:
 )
 def _summed_twice(value: Value, program: Program) -> str | None:
     copy, params = value.ins[0], value.eqn.params
-    axes = params.get("axes") or params["axis_name"]
+    axes = params.get("axes", params.get("axis_name", ()))
     if value.is_backward or copy.name != "pvary":  # it is equal on each device
         return None
     if not any(term.is_backward for term, _ in graph.terms_of(copy.ins[0])):
