@@ -63,6 +63,8 @@ class Values:
         self._saturated: dict[Var, jax.Array] = {}
         # What arithmetic has computed of what is stored in half, before it is rounded.
         self._inner: dict[Var, jax.Array] = {}
+        # The moves that made half values whose float32 original is known.
+        self._moved_by: dict[Var, Eqn] = {}
 
     def write(self, variables: Sequence[Var], values: Sequence[jax.Array]) -> None:
         """Set the values of variables, in the dtypes in which they are stored."""
@@ -125,8 +127,11 @@ class Values:
         if value.dtype == F32:
             return value
         if var not in self._cast:
+            move = self._moved_by.get(var)
             self._cast[var] = (
-                binding.in_mesh_of(value, sums.read_stored, value)
+                binding.bind(move, [self.in_f32(move.invars[0])])[0]
+                if move
+                else binding.in_mesh_of(value, sums.read_stored, value)
                 if var in self._read_again
                 else sums.cast(value, F32)
             )
@@ -134,8 +139,11 @@ class Values:
 
     def before_cast(self, var: Var, value: jax.Array) -> jax.Array:
         """Return the float32 value that a half one was cast from, if that is known."""
-        is_known = not compat.is_literal(var) and var in self._cast
+        is_known = not compat.is_literal(var) and self._knows_origin(var)
         return self.in_f32(var) if is_known else value
+
+    def _knows_origin(self, var: Var) -> bool:
+        return var in self._cast or var in self._moved_by
 
     def operands(self, eqn: Eqn, plan: EqnPlan) -> Sequence[jax.Array]:
         """Return what an equation reads: arithmetic, also before it is rounded."""
@@ -237,12 +245,17 @@ class Values:
         return binding.bind_here(eqn, operands)[0]
 
     def _note_origin(self, eqn: Eqn) -> None:
-        """Remember the float32 array that the program has cast to half."""
-        if eqn.primitive.name != CAST or not core.is_half(eqn.outvars[0]):
+        """Remember how to recover the float32 original of a half result."""
+        permutes = facts(eqn.primitive.name) & Fact.PERMUTES
+        if eqn.primitive.name != CAST and not permutes:
             return
-        (var,) = eqn.invars
-        if is_f32(var) and not compat.is_literal(var):
-            self._cast[eqn.outvars[0]] = self.in_f32(var)
+        (var,), (out,) = eqn.invars, eqn.outvars
+        if not core.is_half(out) or compat.is_literal(var):
+            return
+        if permutes and self._knows_origin(var):
+            self._moved_by[out] = eqn
+        elif not permutes and is_f32(var):
+            self._cast[out] = self.in_f32(var)
 
 
 class Emitter:
