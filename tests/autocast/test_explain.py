@@ -127,7 +127,6 @@ def counting(x: jax.Array) -> jax.Array:
     ("fun", "times"),
     [
         (lambda x: repeated(5, x), 5),
-        (lambda x: jax.jit(jax.checkpoint(repeated))(5, x), 5),
         (lambda x: jax.jvp(lambda x: repeated(5, x), (x,), (x,))[0], 5),
         (jax.vmap(lambda x: repeated(5, x)), 5),
         (lambda x: lax.scan(lambda x, _: (repeated(5, x), None), x, None, 3)[0], 15),
