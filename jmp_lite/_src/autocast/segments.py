@@ -118,6 +118,7 @@ class Search:
         groups = self._groups()
         self.group = {i: n for n, group in enumerate(groups) for i in group}
         segments = [g for g in groups if self.has_segments and self._is_costly(g)]
+        self.in_segments = {i for group in segments for i in group}
         self.choices = self._choices_of_stored()
         for i in self.choices:
             self.plans[i], self.is_inside[i] = in_half(i), False
@@ -265,10 +266,20 @@ class Search:
             return False
         if var not in self.returned and all(self._runs_beside(var, r) for r in readers):
             return False
+        if self._is_of_softmax(var):
+            return False
         if self.held[var] == HALF or use & Use.DTYPE == Use.HALF:
             return True
         is_read = var not in self.returned
         return is_read and all(self._reads_half(r, var) for r in readers)
+
+    def _is_of_softmax(self, var: Var) -> bool:
+        """Return whether a softmax reads a value that no segment makes again.
+
+        It reads what is not rounded. XLA makes it again for others that read it.
+        """
+        is_again = self.made_by.get(var) in self.in_segments
+        return not is_again and any(map(self._is_softmax, self.readers[var]))
 
     def _runs_beside(self, var: Var, reader: int) -> bool:
         """Return whether arithmetic reads a value as soon as it is made."""
