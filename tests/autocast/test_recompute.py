@@ -176,6 +176,19 @@ def test_no_product_is_computed_again(policy):
     assert count(autocast(model, policy)) == count(model)
 
 
+def test_what_a_product_has_cast_of_a_weight_is_not_cast_again():
+    def casts(**options):
+        low = autocast(MODELS["gelu before a product"], REDUCE_FLOAT32, **options)
+        trace = jaxprs.trace(jax.grad(functools.partial(_loss, low)), *_arguments())
+        pairs = [
+            (eqn.invars[0].aval, eqn.outvars[0].aval)
+            for eqn in jaxprs.equations(trace, "convert_element_type")
+        ]
+        return sum(x.shape == (N, N) and y.dtype == "bfloat16" for x, y in pairs)
+
+    assert casts() == casts(recompute=False)
+
+
 def test_an_activation_reads_in_float32_what_its_product_reads_in_half():
     w, _, x = _arguments()
     offset = 2.0**-12  # of numbers near 1, which half cannot hold

@@ -337,7 +337,7 @@ class Emitter:
         is_in_loop = plan.place.enclosing is Enclosing.LOOP
         closed = jax.make_jaxpr(compute)(operands)
         return compat.checkpoint(
-            closed, operands, prevent_cse=not is_in_loop, policy=None
+            closed, operands, prevent_cse=not is_in_loop, policy=saving.saves_casts
         )
 
     def run_eqn(self, eqn: Eqn, plan: EqnPlan, values: Values) -> Sequence[jax.Array]:

@@ -198,9 +198,17 @@ def run_in_order(
 # result, and round the gradient of a float32 operand.
 
 
+# The name of what a product has cast: see `saving.saves_casts`.
+CAST_OPERAND = "cast operand"
+
+
 def _halves(operands: Sequence[jax.Array], half_dtype: DTypeLike) -> list[jax.Array]:
+    from jax.ad_checkpoint import checkpoint_name  # not loaded by `import jax`
+
     return [
-        jax.lax.convert_element_type(x, half_dtype) if x.dtype == jnp.float32 else x
+        checkpoint_name(jax.lax.convert_element_type(x, half_dtype), CAST_OPERAND)
+        if x.dtype == jnp.float32
+        else x
         for x in operands
     ]
 

@@ -63,3 +63,8 @@ def saves_sums(primitive: Primitive, *avals: ShapedArray, **params: Any) -> bool
     """
     is_chosen = facts(primitive.name) & Fact.CHOOSES
     return not is_chosen and saves_totals(primitive, *avals, **params)
+
+
+def saves_casts(primitive: Primitive, *avals: ShapedArray, **params: Any) -> bool:
+    """Return whether the result is what a product has cast of a float32 weight."""
+    return primitive.name == "name" and params["name"] == products.CAST_OPERAND
