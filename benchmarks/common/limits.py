@@ -220,8 +220,11 @@ def broken_limits(device: str, size: str, results: Results) -> list[tuple[str, .
             for figure in ("conditionals", "host_transfers")
             if row[figure]
         ]
-        if "autocast" in name and row["half_sums"]:
-            rows.append((name, "half_sums", f"{row['half_sums']}", "", "none"))
+        # The transpose of max pooling: XLA for GPUs makes a scatter of it, to places
+        # that differ, and nothing is summed.
+        pooled = int(name.startswith("unet3d"))
+        if "autocast" in name and row["half_sums"] > pooled:
+            rows.append((name, "half_sums", f"{row['half_sums']}", "", f"{pooled}"))
         # A TPU's buffers are whole tiles: they may be larger than their arrays.
         is_less = row["aliased bytes"] < row["donated bytes"]
         if row["aliased"] != row["donated"] or is_less:
