@@ -63,17 +63,17 @@ def program(
 
 
 def measure(
-    todo: list[tuple[Storage, bool]], device: Device, sizes: dict[str, int]
+    ways: list[tuple[Storage, bool]], device: Device, sizes: dict[str, int]
 ) -> tuple[jmp_lite.memory.Comparison, list[dict[str, Any]]]:
     """Compile the step of `program` in each way; return the report, and rows to store.
 
     Args:
-      todo: the ways, and whether layers are recomputed.
+      ways: the ways, and whether layers are recomputed.
       device: what for.
       sizes: as `program` takes them.
     """
     steps, rows = {}, {}
-    for storage, remat in todo:
+    for storage, remat in ways:
         name = f"{storage}{', recomputed' if remat else ''}"
         step, shapes, held = program(storage, remat, sizes=sizes)
         steps[name] = step, shapes

@@ -469,3 +469,11 @@ def test_an_optimiser_speaks_optaxs_protocol(name):
     updates, _ = chained.update(GRADS, chained.init(PARAMS), PARAMS, unknown=1)
     expected, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
     chex.assert_trees_all_equal(updates, expected)
+
+
+@pytest.mark.parametrize("name", sorted({*CLASSES} - {*ERRORS, *STATES}))
+def test_every_public_method_has_a_docstring(name):
+    for method, member in vars(DOCUMENTED[name]).items():
+        if callable(member) or isinstance(member, property):
+            documented = (member.__doc__ or "").strip()
+            assert documented or method.startswith("_"), method

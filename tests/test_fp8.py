@@ -387,3 +387,31 @@ def test_einsum_and_layers_of_flax_take_it():
     assert error(layer(jnp.asarray(a)), expected) < 0.05
     grads = nnx.grad(lambda layer: (layer(a) ** 2).mean())(layer)
     assert grads.kernel[...].dtype == jnp.float32
+
+
+def test_zeros_give_zeros():
+    assert not any(x.any() for x in with_gradients(0 * A, np.ones_like(B), 0 * G))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exponent"), [(fp8.FORWARD, -18), (fp8.GRADIENT, -32)]
+)
+def test_what_is_much_smaller_than_the_largest_becomes_zero(dtype, exponent):
+    x = np.exp2(np.asarray([[0.0, exponent - 0.1, exponent + 0.1]], np.float32))
+    (found,) = rounded(x, dtype)
+    assert found[0] == pytest.approx(1.0) and found[1] == 0.0 < found[2]
+
+
+def test_examples_of_two_calls_of_vmap_have_their_own_scales():
+    x, g = scaled_examples()
+    ws = B * np.asarray([1e-6, 1e6], np.float32)[:, None, None]
+    each_x = jax.vmap(matmul, (0, None))
+    found, dx, dws = with_gradients(
+        x, ws, np.stack([g, g]), lambda x, ws: jax.vmap(each_x, (None, 0))(x, ws)
+    )
+    for j, w in enumerate(ws):
+        for i in range(3):
+            bitwise.assert_same(found[j, i], with_gradients(x[i], w, g[i])[0])
+        assert error(dws[j], sum(exact(x[i].T, g[i]) for i in range(3))) < 0.061
+    for i in range(3):
+        assert error(dx[i], exact(g[i], ws[0].T) + exact(g[i], ws[1].T)) < 0.08

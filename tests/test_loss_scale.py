@@ -300,3 +300,17 @@ for state in states:
 
 def test_flax_may_be_imported_after_a_loss_scale_was_made():
     run_python("-c", _PROGRAM)
+
+
+def test_the_backoff_factor_follows_another_factor_unless_it_was_given() -> None:
+    replace: Any = dataclasses.replace
+    dynamic: Any = jmp.DynamicLossScale
+    assert dynamic(factor=4).backoff_factor == 0.25
+    assert replace(dynamic(), factor=4).backoff_factor == 0.25
+    assert replace(replace(dynamic(), factor=4), factor=8).backoff_factor == 0.125
+    kept = dynamic(factor=4, backoff_factor=0.5)
+    assert replace(kept, factor=8).backoff_factor == 0.5
+    assert replace(dynamic(), period=3).backoff_factor == 0.5
+    assert jax.tree.structure(dynamic()) == jax.tree.structure(
+        dynamic(backoff_factor=0.5)
+    )

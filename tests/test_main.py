@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 
 import jmp_lite
 from jmp_lite.__main__ import main
-from jmp_lite._src import doctor
+from jmp_lite._src import compat, doctor
 
 
 def exit_status(*args: str) -> object:
@@ -114,3 +115,9 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     script = capsys.readouterr().out + press_tab
     result = subprocess.run(["bash"], input=script, capture_output=True, text=True)
     assert set(result.stdout.split()) == expected, result.stderr
+
+
+def test_the_version_is_checked_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "__version__", "0.7.2")
+    with pytest.raises(ImportError, match="and jax 0.7.2 is installed"):
+        runpy.run_path(compat.__file__)

@@ -7,7 +7,6 @@ expected, what to do.
 import dataclasses
 import math
 import re
-import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +66,7 @@ LOW_SGD = jmp.low_precision_state(optax.sgd(0.1, momentum=0.9), min_size=1)
 NNX_STATE = nnx_.TrainState.create(LINEAR, TX)
 RULES_F16 = jmp.ops.OpRules.default(F16)
 SHAPES = jax.eval_shape(lambda: H)
+dynamic: Any = jmp.DynamicLossScale
 OF_INF, NO_OP = {"loss_scale": jnp.inf, "counter": 1}, jmp.NoOpLossScale()
 
 
@@ -92,10 +92,6 @@ def of_axis(axis_name: Any) -> Any:
 
 def skips_of(**options: Any) -> Any:
     return jmp.check_skipped_steps(S, **options)
-
-
-def dynamic(*args: Any, **settings: Any) -> Any:
-    return jmp.DynamicLossScale(*args, **settings)
 
 
 def fp8_product(a: Any, b: Any = P["w"], **options: Any) -> Any:
@@ -583,19 +579,6 @@ def test_what_looks_like_a_mistake_and_is_none(folder: Path) -> None:
     assert ckpt.restore(str(folder), P, step=3.0).step == 3
 
 
-def test_the_backoff_factor_follows_another_factor_unless_it_was_given() -> None:
-    replace: Any = dataclasses.replace
-    assert dynamic(factor=4).backoff_factor == 0.25
-    assert replace(dynamic(), factor=4).backoff_factor == 0.25
-    assert replace(replace(dynamic(), factor=4), factor=8).backoff_factor == 0.125
-    kept = dynamic(factor=4, backoff_factor=0.5)
-    assert replace(kept, factor=8).backoff_factor == 0.5
-    assert replace(dynamic(), period=3).backoff_factor == 0.5
-    assert jax.tree.structure(dynamic()) == jax.tree.structure(
-        dynamic(backoff_factor=0.5)
-    )
-
-
 def test_what_may_look_wrong_and_is_right() -> None:
     """Any leaf in the structure of a scale; jmp's zero; numbers of all kinds."""
     scale = dynamic(hysteresis=2)
@@ -614,9 +597,3 @@ def test_what_may_look_wrong_and_is_right() -> None:
     assert jmp.low_precision_state(ADAM, min_size=0)
     assert jmp.scale_aware(SGD, axis_name=("i", "j"), skip_nonfinite=np.bool_(False))
     assert jmp.half_dtype("rocm") == F16
-
-
-def test_the_version_is_checked_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "__version__", "0.7.2")
-    with pytest.raises(ImportError, match="and jax 0.7.2 is installed"):
-        runpy.run_path(compat.__file__)

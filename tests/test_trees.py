@@ -3,10 +3,12 @@
 import math
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jmp_lite import all_finite, select_tree
 from jmp_lite._src import trees
@@ -214,3 +216,13 @@ def test_a_python_number_is_multiplied_as_float32():
     assert float(trees.multiply(0.1, 1.0)) == np.float32(0.1)
     assert float(trees.multiply(1e5, 2.0)) == 2e5
     assert complex(trees.multiply(1.0 + 2.0j, 2.0)) == 2.0 + 4.0j
+
+
+def test_modules_are_trees_like_any_other(getkey):
+    mlp = eqx.nn.MLP(2, 3, width_size=4, depth=0, key=getkey())
+    linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    of_eqx, of_nnx = cast_floating((mlp, linear), jnp.bfloat16)
+    assert of_eqx.activation is mlp.activation and isinstance(of_nnx, nnx.Linear)
+    arrays = [x for x in jax.tree.leaves((of_eqx, of_nnx)) if eqx.is_array(x)]
+    assert [x.dtype for x in arrays] == [jnp.bfloat16] * 4
+    assert linear.kernel[...].dtype == jnp.float32

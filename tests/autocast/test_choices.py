@@ -350,3 +350,30 @@ def test_the_mask_of_a_relu_is_read_off_its_result(half: str, place: Any) -> Non
     slope = jax.grad(lambda x: jnp.sum(place(jax.nn.relu)(x @ jnp.eye(8))))
     found = autocast(slope, POLICIES[half])(ends)
     bitwise.assert_same(found, jnp.asarray(ends > 0, jnp.float32))
+
+
+def test_full_precision_holds_in_the_backward_pass() -> None:
+    region = full_precision(lambda w, x: jnp.sin(x @ w))
+    grad = jax.grad(lambda w, x: jnp.sum(region(w, x) @ w))
+    found = dtypes_of_products(autocast(grad, BF16), W, X)
+    # x @ w and its weight's gradient; the others are half.
+    assert found.count(("float32", "float32", "float32")) == 2 and len(found) > 2
+
+
+def test_a_scope_with_f32_output_takes_the_accumulator() -> None:
+    policy = PolicyMap("p=f32,c=bf16,o=bf16", {".*head": "p=f32,c=bf16,o=f32"})
+    found = dtypes_of_products(autocast(_model, policy), W, X)
+    assert found[-1] == ("bfloat16", "bfloat16", "float32")
+    assert {f[2] for f in found[:-1]} == {"bfloat16"}
+
+
+def test_a_variance_by_squares_is_as_good_as_that_of_a_model_cast_by_hand() -> None:
+    def normalised(w, x, dtype=jnp.float32):
+        y = (x.astype(dtype) @ w.astype(dtype) + jnp.asarray(30, dtype)).astype("f4")
+        mean, squares = y.mean(-1, keepdims=True), (y * y).mean(-1, keepdims=True)
+        return (y - mean) * lax.rsqrt(squares - mean * mean + jnp.float32(1e-3))
+
+    w, x = weight(4, 64, 64), normal(5, 32, 64)
+    full = normalised(w, x)
+    by_hand = error(normalised(w, x, jnp.bfloat16), full)
+    assert error(autocast(normalised, BF16)(w, x), full) < 1.5 * by_hand < 0.1

@@ -207,3 +207,12 @@ def test_what_overflows_or_underflows_in_f16_holds(
         return
     assert relative_error([value], [exact_value]) < 0.02
     assert relative_error([grad], [exact_grad]) < 0.06
+
+
+@IN_HALVES
+def test_an_integer_that_half_does_not_hold_is_float32(half: str) -> None:
+    def fun(w, n):
+        return jnp.where(X[:, :8] > 0, X @ w, 4097), jnp.where(X[:, :8] > 0, X @ w, n)
+
+    fixed, given = autocast(fun, POLICIES[half])(W, 4099)
+    assert jnp.max(fixed) == 4097 and jnp.max(given) == 4099

@@ -462,3 +462,35 @@ def test_what_a_loop_carries_keeps_its_range(name, policy):
     loss, w = LOOPS[name]
     for fun in (autocast(jax.grad(loss), policy), jax.grad(autocast(loss, policy))):
         assert error(fun(w), jax.grad(loss)(w)) < 2e-2
+
+
+@IN_HALVES
+def test_a_row_of_a_loop_with_one_far_number_has_the_digits_of_the_others(policy):
+    def loss(w):
+        def layer(h, _):
+            return h + rms_norm(jnp.tanh(h)) @ w / 4, None
+
+        h, _ = lax.scan(layer, jnp.where(MASK, X, -1e4), length=3)
+        return jnp.mean(jnp.where(MASK, h, 0) ** 2)
+
+    # XLA for CPUs itself sums in half from jaxlib 0.11.2 on: docs/trouble.
+    option = {"xla_cpu_experimental_ynn_fusion_type": ""}
+    grad, expected = (
+        jax.jit(jax.grad(f), compiler_options=option)(W)
+        for f in (autocast(loss, policy), loss)
+    )
+    assert error(grad, expected) < 6e-3
+
+
+@IN_HALVES
+@pytest.mark.parametrize(("large", "small"), [(1e5, 1e-5), (1e-10, 1e9), (1e-5, 1e5)])
+def test_a_loop_carries_what_is_beyond_float16(large, small, policy):
+    def loss(w):
+        def step(h, x):
+            h = h + large * (x @ w)
+            return h, jnp.tanh(small * h).mean()
+
+        return lax.scan(step, jnp.zeros((8, N)), abs(X[:4, :8]))[1].sum()
+
+    found = jax.grad(autocast(loss, policy))(W)
+    assert error(found, jax.grad(loss)(W)) < 1e-2

@@ -266,3 +266,35 @@ def test_one_warning_where_fp8_is_slow():
 def test_a_size_of_another_type_raises(size):
     with pytest.raises(TypeError, match="Expected fp8_min_size to be a number .*, got"):
         autocast(mlp, "mixed_fp8", fp8_min_size=size)
+
+
+def test_a_dimension_of_zero_is_not_in_fp8():
+    def fun(a):
+        return jnp.sum(a @ a) + jnp.sum(a[:0] @ a) + jnp.sum(a[:, :0] @ a[:0])
+
+    assert in_fp8(fun)(ONES) == pytest.approx(float(fun(ONES)), rel=1e-6)
+    kept = explain(fun, "mixed_fp8", fp8_min_size=16)(ONES).rows
+    assert sum("a dimension of 0, smaller than 16" in row.reason for row in kept) == 2
+
+
+def test_gradients_have_the_range_of_e5m2():
+    # E4M3 would round the gradients of the last rows to 0.
+    weights = jnp.where(jnp.arange(2 * SIZE) < SIZE, 1.0, 2.0**-24)[:, None]
+
+    def loss(x):
+        return jnp.sum(jnp.tanh(x @ WS[0]) * weights)
+
+    expected = jax.grad(loss)(X)[SIZE:]
+    for grad in (jax.grad(in_fp8(loss)), in_fp8(jax.grad(loss))):
+        assert error(jax.jit(grad)(X)[SIZE:], expected) < BOUND
+
+
+def test_shard_map_sums_gradients_over_the_devices():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(ws, x):
+        return lax.pmean(in_fp8(mlp)(ws, x), "data")
+
+    sharded = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    found = jax.jit(jax.grad(sharded))(WS, X)
+    assert error(found, jax.grad(mlp)(WS, X)) < BOUND

@@ -424,3 +424,14 @@ def test_rules_of_the_program_may_call_it(kind: str) -> None:
     expected = in_float64(jax.grad(loss(softmax_attention)), W[0], X)
     for low in (jax.grad(autocast(given, BF16)), autocast(jax.grad(given), BF16)):
         assert error(jax.jit(low)(W[0], X), expected) < 2 * BOUND["bf16"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fp8")
+@pytest.mark.parametrize(
+    ("half", "other"), [("bf16", "m=fp8"), ("bf16", "r=f32"), ("f16", "r=f32")]
+)
+def test_other_dtypes_of_a_policy_do_not_change_a_call(half: str, other: str) -> None:
+    given = loss_of(programs.scanned, in_half(flash))
+    low = autocast(given, f"{POLICIES[half]},{other}")
+    found = jax.jit(jax.grad(low))(W, X)
+    assert error(found, reference("scanned")[1][0]) < 2 * BOUND[half]

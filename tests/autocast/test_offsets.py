@@ -389,3 +389,33 @@ def test_a_rule_for_derivatives_has_the_results_of_where_it_stands(fun, half):
     safe = autocast(loss, POLICIES[half], half_results=False)
     found, expected = (gradients(f, x, w) for f in (safe, loss))
     assert largest_error(found, expected) < EPS[half]
+
+
+@IN_MODES
+@pytest.mark.parametrize("rows", ["some", "all"])
+def test_a_mask_of_large_numbers_makes_no_nan(rows, half):
+    def added(h, mask):
+        return jax.nn.softmax(h @ h.T / OUT + mask, -1) @ h
+
+    def chosen(h, mask):
+        return jax.nn.softmax(jnp.where(mask < 0, mask, h @ h.T / OUT), -1) @ h
+
+    def read_in_half(h, mask):
+        logits = h @ h.T / OUT + mask
+        return jnp.maximum(logits - jnp.max(logits, -1, keepdims=True), -5) @ h / ROWS
+
+    mask = np.full((1, ROWS), -1e9, np.float32)
+    if rows == "some":
+        mask[:, :9] = 0
+
+    for fun in (added, chosen, read_in_half):
+
+        def loss(w, mask, fun=fun):
+            return SCALE * jnp.mean(fun(X @ w, mask) ** 2)
+
+        value, grad = gradients(low(loss, half), W, mask)
+        assert jnp.isfinite(value) and jnp.all(jnp.isfinite(grad[0])), fun
+        if fun is not read_in_half or rows == "some":
+            exact_value, exact_grad = gradients(loss, W, mask)
+            assert error(value, exact_value) < 0.01
+            assert error(grad[0], exact_grad[0]) < 0.03

@@ -515,78 +515,38 @@ def test_a_sum_that_is_stored_is_read_in_half():
     assert [eqn.primitive.name for eqn in readers] == ["optimization_barrier"]
 
 
-def test_the_gradient_behind_a_bias_is_stored_in_half():
-    """XLA stores it, since it is summed and then read by a product."""
-    x = jnp.ones((8, 16))
-
-    def loss(w, b):
-        return jnp.sum(jax.nn.gelu(x @ w + b, approximate=False) @ w)
-
-    grad = jax.grad(autocast(loss, "mixed_bfloat16"), (0, 1))
-    found = set()
-    for jaxpr in jaxprs.scopes(jaxprs.trace(grad, jnp.ones((16, 16)), jnp.ones(16))):
-        made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        for eqn in jaxpr.eqns:
-            sizes = [v.aval.size for v in (*eqn.invars, *eqn.outvars)]
-            if eqn.primitive.name == "reduce_sum" and sizes == [128, 16]:
-                maker = made_by[eqn.invars[0]]
-                found.add((maker.primitive.name, maker.invars[0].aval.dtype.name))
-    assert found == {("convert_element_type", "bfloat16")}
-
-
-def test_gradients_of_logits_are_not_stored():
-    """A maximum that is taken off is no bias: its gradient is stopped."""
-
-    def loss(w, x):
-        logits = x @ w
-        return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[:, 0])
-
-    grad = jax.grad(autocast(loss, "mixed_bfloat16"))
-    jaxpr = jaxprs.trace(grad, jnp.ones((16, 64)), jnp.ones((8, 16)))
-    barriers = jaxprs.equations(jaxpr, "optimization_barrier")
-    assert (8, 64) not in [v.aval.shape for eqn in barriers for v in eqn.outvars]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_gradient_of_a_biased_product_is_stored_once_in_front_of_a_norm(dtype):
-    """The bias sums it, and two products read it."""
-
-    def loss(w, b, x):
-        h = x @ w + b
-        h = h - jnp.mean(h, -1, keepdims=True)
-        h = h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6)
-        return jnp.mean(jnp.tanh(h @ w.T))
-
-    rng = np.random.default_rng(0)
-    shapes = (16, 64), (64,), (8, 16)
-    arrays = [jnp.asarray(rng.normal(size=s), jnp.float32) / 4 for s in shapes]
-    half = autocast(loss, f"mixed_{dtype}")
-    barriers = jaxprs.equations(
-        jaxprs.trace(jax.grad(half), *arrays), "optimization_barrier"
+@pytest.mark.parametrize("half", HALVES)
+def test_a_norm_alone_is_computed_again_in_a_loop(half):
+    """Elsewhere XLA does that by itself, of sums and products of arrays."""
+    w, gain, x = _arguments()
+    fun = _in_scan(lambda *args: _layer_norm(*args) @ args[0][1])
+    of_norm, without = (
+        kept(autocast(fun, f"mixed_{half}", recompute=on), w, gain, x, size=2 * x.size)
+        for on in (None, False)
     )
-    stored = [(v.aval.shape, v.aval.dtype) for eqn in barriers for v in eqn.outvars]
-    assert ((8, 64), jnp.dtype(dtype)) in stored
-    _, found = gradients(half, *arrays)
-    for x, exact in zip(found, exact_gradients(loss, *arrays), strict=True):
-        assert np.linalg.norm(x - exact) < 0.02 * np.linalg.norm(exact)
+    assert "float32" in without and {*of_norm} == {half}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_mean_is_no_bias_of_a_norm_of_columns(dtype):
-    """What it is taken off has gradients that cancel: as large as the targets are."""
+def test_masks_of_dropout_are_kept_as_bools():
+    def fun(w, gain, x):
+        h = jax.nn.gelu(x @ w[0] + gain)
+        is_kept = jax.random.bernoulli(jax.random.key(1), 0.9, h.shape)
+        return jnp.where(is_kept, h / 0.9, 0.0) @ w[1] @ w[0]
 
-    rng = np.random.default_rng(0)
-    *arrays, targets = (
-        jnp.asarray(rng.normal(size=(12, 12)) + far, jnp.float32)
-        for far in (0, 0, 1000)
-    )
+    assert _kept(fun) == ["bfloat16"] * 3 + ["bool"]
 
-    def loss(w, x):
-        h = x @ w
-        variance = jnp.var(h, 0, keepdims=True)
-        h = (h - jnp.mean(h, 0, keepdims=True)) * jax.lax.rsqrt(variance + 1e-3)
-        return jnp.mean((h - targets) ** 2)
 
-    _, found = gradients(autocast(loss, f"mixed_{dtype}"), *arrays)
-    for x, exact in zip(found, exact_gradients(loss, *arrays), strict=True):
-        assert np.linalg.norm(x - exact) < 0.01 * np.linalg.norm(exact)
+@in_each_transformation
+def test_equal_layers_have_gradients_of_their_own(around):
+    expected = _exact(_layers, 2 if around is _in_scan else 1)
+    low = autocast(around(_layers), "mixed_float16")
+    assert _error(low, expected, *_arguments()) < 0.01
+
+
+def test_values_do_not_depend_on_whether_a_gradient_is_taken():
+    args = _arguments()
+    fun = autocast(functools.partial(_loss, _gelu), "mixed_bfloat16")
+    value, _ = gradients(fun, *args)
+    # XLA leaves out some casts to half and back, beside a backward pass others.
+    for alone in (jax.jit(fun), fun):
+        np.testing.assert_allclose(alone(*args), value, rtol=1e-3)

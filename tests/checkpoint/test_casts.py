@@ -1,25 +1,27 @@
 """Restoring across dtypes: what is cast, what is told, and what is refused."""
 
-import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import bitwise
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from checkpoints import over_devices, refusal, save_and_restore
+from optimizers import half_on_purpose
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
-from jmp_lite.states import MasterRemaindersState, MasterWeightsState
+from jmp_lite.linen import TrainState
 
 FLOATS = [*map(np.dtype, ("bfloat16", "float16", "float32"))]
 
 
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
-def test_every_float_becomes_every_other(kind, tmp_path: Path) -> None:
+def test_every_float_becomes_every_other(kind: Any, tmp_path: Path) -> None:
     values = np.array([1.0, -0.0, 0.1, 300.5, np.inf, -np.inf, np.nan])
     pairs = {f"{a} {b}": (a, b) for a in FLOATS for b in FLOATS}
     state = {name: kind(values.astype(a)) for name, (a, _) in pairs.items()}
@@ -51,6 +53,24 @@ def test_a_policy_map_chooses_by_path(tmp_path: Path) -> None:
     )
     as_saved = checkpoint.restore(tmp_path, state, cast=True)
     assert str(as_saved.casts) == "no leaf was cast"
+
+
+@half_on_purpose
+@pytest.mark.standard_promotion
+def test_half_params_of_a_train_state_keep_their_optimiser(tmp_path: Path) -> None:
+    tx = jmp.scale_aware(optax.sgd(0.1, momentum=0.9), jmp.DynamicLossScale(8.0))
+
+    def create(dtype):
+        params = {"w": jnp.ones(3, dtype)}
+        return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    state = create(jnp.float32).apply_gradients(grads={"w": jnp.ones(3)})
+    restored = save_and_restore(tmp_path, state, create(jnp.bfloat16), cast=True)
+    assert list(restored.casts) == ["params/w"]
+    found, expected = restored.state.opt_state, state.opt_state
+    assert bitwise.raw_bits(found) == bitwise.raw_bits(expected)
+    stepped = restored.state.apply_gradients(grads={"w": jnp.ones(3, jnp.bfloat16)})
+    assert (int(stepped.step), stepped.params["w"].dtype) == (2, jnp.bfloat16)
 
 
 def test_other_dtypes_are_an_error_that_says_how_to_cast(tmp_path: Path) -> None:
@@ -107,13 +127,12 @@ def test_a_number_that_would_become_inf_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_python_number_that_would_become_inf_is_refused(tmp_path: Path) -> None:
-    for number, like, text in (
-        (1e6, jnp.float16(0), "x overflows float16: 1 of 1"),
-        (2**40, jnp.int32(0), "x overflows int32: 1 of 1 numbers, up to 1.09951e+12"),
-    ):
-        assert text in refusal(save_and_restore, tmp_path, {"x": number}, {"x": like})
-    restored = save_and_restore(tmp_path, {"x": 1e6}, {"x": jnp.float32(0)})
+    text = refusal(save_and_restore, tmp_path, {"x": 1e6}, {"x": jnp.float16(0)})
+    assert "x overflows float16: 1 of 1" in text
+    restored = checkpoint.restore(tmp_path, {"x": jnp.float32(0)})
     assert bitwise.raw_bits(restored.state) == bitwise.raw_bits({"x": jnp.float32(1e6)})
+    text = refusal(save_and_restore, tmp_path, {"x": 2**40}, {"x": jnp.int32(0)})
+    assert "x overflows int32: 1 of 1 numbers, up to 1.09951e+12" in text
 
 
 def test_a_cast_keeps_the_sharding_and_counts_what_becomes_zero(tmp_path: Path) -> None:
@@ -127,15 +146,22 @@ def test_a_cast_keeps_the_sharding_and_counts_what_becomes_zero(tmp_path: Path) 
     assert restored.state["w"].sharding == over_devices("data")
 
 
+@pytest.mark.standard_promotion
 def test_remainders_of_masters_come_back_and_are_not_cast(tmp_path: Path) -> None:
-    masters, remainders = jnp.full(3, 1.001), jnp.arange(3, dtype=jnp.uint16)
-    states = {
-        "masters/w (float32[3])": MasterWeightsState((), {"w": masters}),
-        "remainders/w (uint16[3])": MasterRemaindersState((), {"w": remainders}),
-    }
-    for (kept, state), (other, like) in itertools.permutations(states.items(), 2):
-        restored = save_and_restore(tmp_path, state, state).state
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    states = {}
+    for storage in ("float32", "remainder"):
+        tx: Any = jmp.master_weights(optax.adam(1e-3), storage=storage)
+        updates, state = tx.update(params, tx.init(params), params)
+        states[storage] = {"params": optax.apply_updates(params, updates), "opt": state}
+        state = states[storage]
+        restored = save_and_restore(tmp_path / storage, state, state).state
         assert bitwise.raw_bits(restored) == bitwise.raw_bits(state)
-        text = refusal(checkpoint.restore, tmp_path, like, cast=True)
-        only = f"only the checkpoint has {kept}, only `like` has {other}."
-        assert f"differ in structure: {only}" in text
+    kept = {
+        "float32": "masters/w (float32[3])",
+        "remainder": "remainders/w (uint16[3])",
+    }
+    for saved, like in (("float32", "remainder"), ("remainder", "float32")):
+        text = refusal(checkpoint.restore, tmp_path / saved, states[like], cast=True)
+        only = f"has opt/{kept[saved]}, only `like` has opt/{kept[like]}."
+        assert f"differ in structure: only the checkpoint {only}" in text

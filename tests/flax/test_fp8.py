@@ -24,43 +24,53 @@ from jmp_lite.linen import TrainState
 pytestmark = [
     pytest.mark.standard_promotion,  # flax's
     pytest.mark.filterwarnings("ignore:The Fp8DotGeneralOp is dep:DeprecationWarning"),
+    pytest.mark.one_of("dtype", "scale", "size"),
 ]
 
 _OWG = fp8_ops.OVERWRITE_WITH_GRADIENT
 
+# The direct op sums products of fp8 numbers before it scales them: beyond float16.
+_OPS = {
+    jnp.bfloat16: fp8_ops.Fp8DirectDotGeneralOp,
+    jnp.float16: fp8_ops.Fp8DotGeneralOp,
+}
+over_dtypes = pytest.mark.parametrize("dtype", _OPS, ids=["bfloat16", "float16"])
+
 
 class _Model(nn.Module):
+    dtype: Any
+
     @nn.compact
     def __call__(self, x):
-        op = functools.partial(fp8_ops.Fp8DirectDotGeneralOp, amax_history_length=3)
-        dense = functools.partial(nn.Dense, dtype=jnp.bfloat16, dot_general_cls=op)
+        op = functools.partial(_OPS[self.dtype], amax_history_length=3)
+        dense = functools.partial(nn.Dense, dtype=self.dtype, dot_general_cls=op)
         # Without a bias, no gradient but the kernels' sees what comes back.
         x = nn.tanh(dense(8, use_bias=False)(x))
         return dense(2, use_bias=False)(x)
 
 
-def _batches(n) -> Any:
-    """Return inputs and labels."""
+def _batches(n, size=1.0) -> Any:
+    """Return inputs, labels, and a factor of the loss."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(n, 4, 3)), rng.normal(size=(n, 4, 2))
-    return [(jnp.float32(x[i]), jnp.float32(y[i])) for i in range(n)]
+    return [(jnp.float32(x[i]), jnp.float32(y[i]), size) for i in range(n)]
 
 
 @functools.cache
-def _model() -> Any:
-    model = _Model()
+def _model(dtype) -> Any:
+    model = _Model(dtype)
     return model.apply, jax.jit(model.init)(jax.random.key(0), _batches(1)[0][0])
 
 
-def _state(tx, cls: Any = TrainState) -> Any:
-    apply_fn, params = _model()
+def _state(dtype, tx, cls: Any = TrainState) -> Any:
+    apply_fn, params = _model(dtype)
     return cls.create(apply_fn=apply_fn, params=params, tx=tx)
 
 
 def _scaled_loss(variables, state, batch):
-    x, y = batch
+    x, y, size = batch
     out = state.apply_fn(variables, x).astype(jnp.float32)
-    loss = jnp.mean((out - y) ** 2)
+    loss = size * jnp.mean((out - y) ** 2)
     is_scaled = isinstance(state, TrainState)
     return jmp_lite.get_loss_scale(state.opt_state).scale(loss) if is_scaled else loss
 
@@ -87,13 +97,20 @@ def _split(metadata):
     return of_operands, of_grads
 
 
-def test_scales_and_histories_are_those_without_a_loss_scale():
+# In float16 the scale of a gradient, amax / 57344, is cast to float16 as well: without
+# a loss scale, it is subnormal where amax is below 3.5. Hence the 64, and the 2**8.
+@pytest.mark.parametrize(
+    ("dtype", "scale", "size"),
+    [(jnp.bfloat16, 2.0**12, 1.0), (jnp.float16, 2.0**8, 64.0)],
+    ids=["bfloat16", "float16"],
+)
+def test_scales_and_histories_are_those_without_a_loss_scale(dtype, scale, size):
     # No sums, and nothing that XLA may round once or twice by what it fuses around it.
-    inner, scale = optax.sgd(2.0**-7), 2.0**12
-    plain = _state(inner, train_state.TrainState)
-    scaled = _state(scale_aware(inner, StaticLossScale(scale)))
+    inner = optax.sgd(2.0**-7)
+    plain = _state(dtype, inner, train_state.TrainState)
+    scaled = _state(dtype, scale_aware(inner, StaticLossScale(scale)))
     first = plain.params
-    for i, batch in enumerate(_batches(5)):
+    for i, batch in enumerate(_batches(5, size)):
         (plain, _), (scaled, _) = _step(plain, batch), _step(scaled, batch)
         bitwise.assert_same(scaled.params["params"], plain.params["params"])
         of_operands, of_grads = _split(scaled.params[_OWG])
@@ -109,10 +126,11 @@ def test_scales_and_histories_are_those_without_a_loss_scale():
     assert not any(jax.tree.leaves(unchanged))
 
 
-def test_a_skipped_step_leaves_scales_and_histories():
+@over_dtypes
+def test_a_skipped_step_leaves_scales_and_histories(dtype):
     """flax keeps a NaN for as many steps as the history is long: 1024 by default."""
     first, second, third = _batches(3)
-    state = _state(scale_aware(optax.adamw(1e-2), DynamicLossScale(2.0**8)))
+    state = _state(dtype, scale_aware(optax.adamw(1e-2), DynamicLossScale(2.0**8)))
     state, _ = _step(state, first)
     skipped, grads = _step(state, _with_first(third, jnp.nan))
     assert not jmp_lite.all_finite(grads[_OWG])
@@ -125,9 +143,27 @@ def test_a_skipped_step_leaves_scales_and_histories():
     bitwise.assert_same(after.params, expected.params)
 
 
+def test_an_overflow_that_fp8_clips_is_seen_all_the_same():
+    tx = scale_aware(optax.sgd(1e-2), DynamicLossScale(2.0**24))
+    state = _state(jnp.float16, tx)
+    x, y, size = _batches(1)[0]
+    batch = x[:1], y[:1], size  # no sum over examples, which would overflow by itself
+    _, grads = _step(state, batch)
+    assert jmp_lite.all_finite(grads["params"])
+    assert not jmp_lite.all_finite(grads[_OWG])
+
+    first = state.params
+    while not state.opt_state.last_finite or not state.opt_state.skipped_steps:
+        # No clipped gradient was taken on the way.
+        bitwise.assert_same(state.params, first)
+        state, _ = _step(state, batch)
+    assert 2.0**10 < float(state.opt_state.loss_scale.loss_scale) < 2.0**20
+    assert jmp_lite.all_finite(state.params)
+
+
 def test_accumulation_takes_each_new_history_and_averages_none():
     inner = optax.MultiSteps(optax.sgd(1e-2), every_k_schedule=2)
-    state = _state(scale_aware(inner, StaticLossScale(2.0**8)))
+    state = _state(jnp.bfloat16, scale_aware(inner, StaticLossScale(2.0**8)))
     first, second = _batches(2)
     bad = _with_first(second, jnp.inf)
     for batch in (first, bad, second):
@@ -144,7 +180,9 @@ def test_accumulation_takes_each_new_history_and_averages_none():
 # Leaves of these dtypes in a gradient tree, with plain scale_aware.
 
 
-@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e4m3fnuz]
+)
 def test_fp8_leaves_are_not_unscaled_and_stay_on_a_skip(dtype):
     tx: Any = scale_aware(optax.sgd(1.0), DynamicLossScale(4.0))
     update = jax.jit(tx.update)

@@ -381,3 +381,12 @@ def test_decoding_with_a_cache_of_nnx():
     assert model.model.cached_key[...].dtype == jnp.float16
     (expected,) = run([attention("nnx")], X, is_causal=True)
     np.testing.assert_allclose(out, expected, atol=5e-3)
+
+
+def test_attention_in_float32_is_flax_own():
+    plain = attention("linen", **DROPOUT)
+    calls = [call(m, X, mask=MASK) for m in (with_policy(plain, "full"), plain)]
+    ours, expected = jax.jit(
+        lambda v: [call(v) for call in calls], compiler_options=bitwise.UNOPTIMISED
+    )(init(plain, X))
+    bitwise.assert_same(ours, expected)

@@ -436,3 +436,55 @@ def test_an_optimiser_that_changes_the_structure_of_its_state_is_an_error(wrap):
         "'1/measurements/norm' is in the new state only. Remove transformations that "
         "change"
     )
+
+
+@of_both
+def test_with_accumulation_a_root_of_the_decay_averages_over_updates(flax):
+    """As the page on EMA says: an average of steps, of which `k` make one update."""
+    k, decay = 4, 0.9
+    tx = scale_aware(optax.MultiSteps(optax.sgd(0.1), k), SCALE)
+    state = flax.create(tx, ema_decay=decay ** (1 / k))
+    expected = np.float64(flax.kernel(state.params))
+    for micro_batch in range(1, 4 * k):  # up to the last one before an update
+        state = flax.apply(state, *FINITE)
+        if micro_batch % k == 0:
+            updated = np.float64(flax.kernel(state.params))
+            expected = decay * expected + (1 - decay) * updated
+    np.testing.assert_allclose(flax.kernel(state.ema), expected, rtol=1e-6)
+    assert not np.allclose(expected, flax.kernel(state.params), rtol=1e-3)
+
+
+def _given(seen: list[Any]) -> Any:
+    """Return a transformation that takes a loss, or none, and notes it."""
+
+    def update(updates, state, params=None, *, value=None, **extra):
+        seen.append(value)
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: (), update)
+
+
+@of_both
+@pytest.mark.parametrize("value", [None, 0.5])
+def test_beside_scale_aware_an_optimiser_is_given_the_loss_of_the_caller_alone(
+    flax, value
+):
+    seen: list[Any] = []
+    tx = optax.chain(_given(seen), adam(), _given(seen))
+    state = flax.create(tx)
+
+    @jax.jit
+    def step(state, factor):
+        other = jax.tree.map(
+            lambda x: x * factor if jnp.issubdtype(x.dtype, jnp.floating) else x,
+            flax.other_state(state),
+        )
+        return state.apply_gradients(grads=state.params, value=value, **other)
+
+    skipped = step(state, jnp.nan)
+    bitwise.assert_same(skipped.params, state.params)
+    of_tx = skipped.opt_state[1]
+    assert int(of_tx.skipped_steps) == 1 and not of_tx.last_finite
+    bitwise.assert_same(of_tx.loss_scale, SCALE)
+    assert step(state, 1.0).opt_state[1].last_finite
+    assert seen and all(x is value for x in seen)

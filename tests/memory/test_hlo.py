@@ -238,19 +238,6 @@ def test_sums_in_half_are_counted_and_neither_maxima_nor_collectives():
     assert hlo.count(SUMS.replace("bf16", "f32").replace("f16", "f32")).half_sums == 0
 
 
-@pytest.mark.parametrize(
-    ("window", "sums"),
-    [
-        ("window={size=1x2x2x1 stride=1x2x2x1}, ", 3),
-        ("window={size=1x2x2x1 stride=1x3x2x1}, ", 3),
-        ("window={size=1x3x2x1 stride=1x2x2x1 pad=0_0x1_1x0_0x0_0}, ", 4),
-        ("window={size=1x2x2x1}, ", 4),
-    ],
-)
-def test_the_gradient_of_windows_that_do_not_overlap_is_no_sum(window, sums):
-    assert hlo.count(SUMS.replace("select=", window + "select=")).half_sums == sums
-
-
 LOOP = """\
 HloModule jit_scan, is_scheduled=true
 

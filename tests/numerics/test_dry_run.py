@@ -21,7 +21,7 @@ from numpy_stats import expected_stats
 import jmp_lite as jmp
 from jmp_lite import numerics
 from jmp_lite._src import compat
-from jmp_lite._src.autocast.transform import check_policy
+from jmp_lite._src.autocast.checks import check_policy
 from jmp_lite._src.numerics import runs, stretches
 from jmp_lite._src.numerics.dry_run import measure
 from jmp_lite.numerics import DryRunReport, OpStats, dry_run

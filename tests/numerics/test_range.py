@@ -4,9 +4,11 @@ import functools
 import json
 from typing import Any
 
+import bitwise
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from autocast_corpus.program import relative_error
 from f16_hazards import HAZARDS
@@ -178,3 +180,48 @@ def test_a_hazard_stays_right_and_the_layers_beside_it_are_lean(name):
     assert relative_error([out], [value]) < 0.02
     out_grads = advice.loss_scale.unscale(out_grads)
     assert relative_error(*map(jax.tree.leaves, (out_grads, grads))) < 0.06
+
+
+@pytest.mark.standard_promotion  # optax promotes
+def test_beyond_what_was_measured_the_step_is_skipped_and_the_product_is_named():
+    def loss(w, x):
+        with jax.named_scope("stream"):
+            x = x + x @ w[0]
+        with jax.named_scope("norm"):
+            x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True))
+        with jax.named_scope("last"):
+            return jnp.mean(jnp.square(x @ w[1]))
+
+    advice = advise(loss, HALF)(W, X)
+    loss_fn = jmp.autocast(loss, advice.policy)
+    tx = jmp.scale_aware(optax.sgd(1e-3), advice.loss_scale)
+    grown = W * np.array([5e4, 1, 1], np.float32)[:, None, None]
+    state: Any = tx.init(grown)
+
+    @jax.jit
+    def step(w, state):
+        fun = jmp.scaled_value_and_grad(loss_fn, loss_scale=state)
+        (loss, grads), tracker = jmp.numerics.track_nonfinite(fun)(w, X)
+        updates, state = tx.update(grads, state, w, value=loss)
+        return optax.apply_updates(w, updates), state, tracker
+
+    w, after, tracker = step(grown, state)  # overflows
+    assert bitwise.raw_bits(w) == bitwise.raw_bits(grown)
+    assert int(after.consecutive_skips) == 1
+    found = [tracker.report(), jmp.numerics.first_nonfinite(loss_fn)(grown, X)]
+    assert {(x.layer, x.primitive, x.dtype) for x in found if x} == {
+        ("stream", "dot_general", "float16")
+    }
+    said = (
+        "in stream at .* made the first number that is not finite.* Its results in "
+        'half went beyond 65504: give the layer the policy "full". Under autocast, '
+        r"numerics.advise \(previous=...\) finds a policy, too."
+    )
+    with pytest.raises(jmp.states.TooManySkippedStepsError, match=said):
+        jmp.check_skipped_steps(
+            after, max_consecutive_skips=1, find_cause=lambda: found[1]
+        )
+    again = advise(loss, HALF, previous=advice)(grown, X)
+    assert results_of_products(loss, again.policy, grown, X)["stream"] == "f32"
+    repaired = jax.jit(jmp.autocast(loss, again.policy))(grown, X)
+    np.testing.assert_allclose(repaired, loss(grown, X), rtol=0.01)

@@ -301,3 +301,17 @@ def test_schedule_free_finds_its_state_to_evaluate_wherever_it_is(wrap):
     assert _shapes(evaluated) == _shapes(jax.tree.map(jnp.float32, params))
     for x, p in zip(jax.tree.leaves(evaluated), jax.tree.leaves(params), strict=True):
         assert (x == p).all()
+
+
+def test_gradients_of_each_example_are_clipped_unscaled():
+    """DP-SGD, as the page on clipping has it: the same noise, the same clipping."""
+    private = contrib.differentially_private_aggregate(
+        l2_norm_clip=0.5, noise_multiplier=0.1, key=jax.random.key(0)
+    )
+    tx = scale_aware(optax.chain(private, optax.sgd(RATE)), StaticLossScale(2.0**10))
+    params = jnp.full((4, 1), 0.1)
+    of_examples = jax.random.normal(jax.random.key(1), (16, 4, 1))
+    clipped, _ = private.update(of_examples, private.init(params))
+    updates, _ = tx.update(2.0**10 * of_examples, tx.init(params), params)
+    error = optax.tree.norm(optax.tree.add_scale(updates, RATE, clipped))
+    assert error < 1e-6 * optax.tree.norm(updates)

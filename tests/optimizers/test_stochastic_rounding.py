@@ -185,3 +185,9 @@ def test_a_key_of_any_kind_is_taken_and_stays_of_its_kind(name):
     expected, _ = reference.update(params, reference.init(params), params)
     same = bitwise.raw_bits(tx.update(params, first, params)[0])
     assert (same == bitwise.raw_bits(expected)) == (name != "rbg")
+
+
+@pytest.mark.parametrize("other", [{"leaf": 1}, {"leaf": 2999}, {"seed": 1}])
+def test_leaves_and_steps_have_noise_of_their_own(other):
+    one, two = _bits(_noise((2**16,))), _bits(_noise((2**16,), **other))
+    assert np.abs(one.T @ two / len(one)).max() < 5.5 / np.sqrt(len(one))

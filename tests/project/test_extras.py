@@ -181,3 +181,9 @@ def test_no_import_of_an_optional_library_is_forgotten():
     assert {path: names for path, names in found.items() if names} == {}
     for name in ("linen", "nnx", "checkpoint"):
         assert "extras.needed(" in (PACKAGE / f"{name}.py").read_text()
+
+
+def test_each_extra_for_users_is_named_on_a_page():
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    named = {extra for extra in EXTRAS if f".[{extra}]" in pages}
+    assert EXTRAS.keys() - named == {"dev", "docs"}

@@ -247,3 +247,10 @@ def test_no_file_says_where_the_repository_is_but_what_a_release_fills_in() -> N
     files = [path for x in (*patterns, "jmp_lite/**/*.py") for path in ROOT.glob(x)]
     texts = [path.read_text("utf-8") for path in files if path.is_file()]
     assert len(texts) > 150 and not list(filter(home.search, texts))
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert citation["version"] == VERSION
+    assert citation["license"] == PROJECT["license"]
+    assert citation["authors"] == PROJECT["authors"]

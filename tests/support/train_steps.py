@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_lite as jmp
 import jmp_lite.linen
+from jmp_lite.numerics import lint
 
 POLICY = "mixed_float16"
 STEPS: dict[str, Callable[..., Any]] = {}
@@ -454,3 +455,39 @@ def decay_where_the_step_was_finite():
         return jmp.select_tree(opt_state.last_finite, decayed, params), opt_state
 
     return step, (PARAMS, ADAM.init(PARAMS), X, Y)
+
+
+def found(step: Callable[..., Any], args: Any) -> dict[str, str]:
+    """Return the findings that are not about speed: rule to remedy."""
+    findings = lint(step, POLICY)(*args).findings
+    found = [f for f in findings if f.severity != "speed"]
+    assert all(f.severity == "error" and f.line for f in found)
+    return {f.rule: f.fix for f in found}
+
+
+ARGS = args_by_hand(PLAIN_ADAM)
+
+
+def in_a_loop(step: Any) -> Any:
+    """Return a program of three steps, and its arguments."""
+
+    def steps(*args):
+        def body(carry, _):
+            return step(*carry, *args[3:]), None
+
+        return jax.lax.scan(body, args[:3], length=3)[0]
+
+    return steps, ARGS
+
+
+def of_two_seeds(step: Any) -> Any:
+    """Return a program of two models, and its arguments."""
+    args = *stacked(2, ARGS[:2]), *ARGS[2:]
+    return jax.vmap(step, (0, 0, None, None, None)), args
+
+
+WRAPS: dict[str, Any] = {
+    "jit": lambda step: (jax.jit(step), ARGS),
+    "scan": in_a_loop,
+    "vmap": of_two_seeds,
+}

@@ -302,3 +302,32 @@ def test_fsdp_gathers_weights_and_sums_gradients_in_half(way, policy, moved):
     assert _collectives(program, "all-gather") == weights
     sums = _collectives(program, "(?:all-reduce|reduce-scatter)")
     assert {x for x in sums if "," in x} == weights
+
+
+@bad_or_not
+@pytest.mark.parametrize("averaged", [True, False])
+def test_pmap_agrees(bad_row, averaged):
+    tx = _transformation("data")
+
+    def step(params, state, x):
+        grads = jmp_lite.scaled_grad(_loss, loss_scale=state)(params, x)
+        if averaged:
+            grads = jax.lax.pmean(grads, "data")
+        updates, state = tx.update(grads, state, params)
+        return apply_updates(params, updates), state
+
+    def repeated(tree):
+        return jax.tree.map(lambda x: jnp.stack([x] * 8), tree)
+
+    params = repeated(_params())
+    batch = _batch(bad_row).reshape(8, 2, 16)
+    stepped, state = jax.pmap(step, axis_name="data")(
+        params, repeated(tx.init(_params())), batch
+    )
+
+    _assert_one_verdict(state, finite=bad_row is None)
+    if not averaged and bad_row is None:
+        assert (stepped["w1"] != params["w1"]).any()
+    else:
+        _assert_stepped(jax.tree.map(lambda x: x[0], stepped), bad_row)
+        assert all(map(_are_equal, jax.tree.leaves(stepped)))

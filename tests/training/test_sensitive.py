@@ -1,11 +1,13 @@
 """What docs/recipes/sensitive.md says of problems that feel a rounding."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.experimental.ode import odeint
 
 import jmp_lite as jmp
 
@@ -20,11 +22,15 @@ def trained(
     rate: Any,
     steps: int,
     loss_scale: Any,
+    in_the_end: Any = None,
 ) -> Any:
-    """Return the parameters after that many steps of Adam, all in one program."""
+    """Return the parameters after that many steps of Adam, all in one program.
+
+    The last tenth of them is of another loss, if there is one.
+    """
     tx = jmp.scale_aware(optax.adam(rate), loss_scale)
 
-    def step(carry, _):
+    def step(loss_fn, carry, _):
         params, opt_state = carry
         fun = jmp.scaled_value_and_grad(loss_fn, loss_scale=opt_state)
         loss, grads = fun(params, *args)
@@ -32,7 +38,10 @@ def trained(
         return (optax.apply_updates(params, updates), opt_state), None
 
     def run(params):
-        return jax.lax.scan(step, (params, tx.init(params)), length=steps)[0][0]
+        carry, last = (params, tx.init(params)), steps // 10
+        for fun, count in ((loss_fn, steps - last), (in_the_end or loss_fn, last)):
+            carry, _ = jax.lax.scan(functools.partial(step, fun), carry, length=count)
+        return carry[0]
 
     return jax.jit(run)(params)
 
@@ -42,6 +51,12 @@ def weights(*shapes: tuple[int, int]) -> list[jax.Array]:
     keys = jax.random.split(jax.random.key(0), len(shapes))
     pairs = zip(keys, shapes, strict=True)
     return [jax.random.normal(key, shape) / shape[0] ** 0.5 for key, shape in pairs]
+
+
+def at_end(field: Any, tolerance: float) -> jax.Array:
+    """Solve a differential equation."""
+    start, times = jnp.array([1.0, 0.0]), jnp.linspace(0, 5.0, 3)
+    return odeint(field, start, times, rtol=tolerance, atol=tolerance)[-1]
 
 
 @pytest.mark.full
@@ -65,6 +80,81 @@ def test_targets_far_from_zero_need_their_offset_in_float32() -> None:
         for fun in (loss_fn, half, by_hand)
     ]
     assert max(losses[:2]) < 0.01 and losses[2] > 10
+
+
+@pytest.mark.full
+def test_a_second_derivative_has_the_digits_of_float16() -> None:
+    x = jnp.linspace(-1, 1, 128)
+    biases = jnp.linspace(-1, 1, 64), jnp.zeros(64)
+    params = weights((1, 64), (64, 64), (64, 1)), biases
+
+    def network(params, x):
+        (w0, w1, w2), (b0, b1) = params
+        return (jnp.tanh(jnp.tanh(x[None] @ w0 + b0) @ w1 + b1) @ w2)[0]
+
+    def solution(params, x):  # 0 at both ends
+        return (1 - x**2) * network(params, x)
+
+    def loss_fn(params, x):
+        second = jax.vmap(jax.grad(jax.grad(solution, 1), 1), (None, 0))(params, x)
+        return jnp.mean((second + jnp.pi**2 * jnp.sin(jnp.pi * x)) ** 2)
+
+    def off(fun, loss_scale, in_the_end=None) -> float:
+        rate = optax.cosine_decay_schedule(3e-3, 1500)
+        options = {"rate": rate, "steps": 1500, "loss_scale": loss_scale}
+        found = trained(fun, params, x, **options, in_the_end=in_the_end)
+        u = jax.vmap(solution, (None, 0))(found, x)
+        return float(jnp.sqrt(jnp.mean((u - jnp.sin(jnp.pi * x)) ** 2)))
+
+    full = off(loss_fn, jmp.NoOpLossScale())
+    float16 = off(jmp.autocast(loss_fn, "mixed_float16"), jmp.DynamicLossScale())
+    in_bfloat16 = jmp.autocast(loss_fn, "mixed_bfloat16"), jmp.NoOpLossScale()
+    bfloat16, repaired = off(*in_bfloat16), off(*in_bfloat16, in_the_end=loss_fn)
+    assert full < 2e-4 and float16 < 2e-4 and repaired < 1.5 * full
+    assert bfloat16 > 2 * float16
+
+
+_KEYS = jax.random.split(jax.random.key(0), 6)
+W1 = jax.random.normal(_KEYS[4], (2, 64))
+W2 = jax.random.normal(_KEYS[5], (64, 2)) / 8
+
+
+def field(y: jax.Array, t: jax.Array) -> jax.Array:
+    return jnp.tanh(y @ W1) @ W2 - y
+
+
+@pytest.mark.full
+def test_more_steps_of_a_solver_buy_nothing_in_half() -> None:
+    def by_hand(y, t):
+        low = jmp.trees.cast_floating([y, W1, W2], jnp.bfloat16)
+        return (jnp.tanh(low[0] @ low[1]) @ low[2]).astype(jnp.float32) - y
+
+    exact, half = at_end(field, 1e-7), jmp.autocast(field, "mixed_bfloat16")
+    off = [
+        [float(jnp.abs(at_end(f, t) - exact).max()) for f in (half, by_hand)]
+        for t in (1e-3, 1e-5)
+    ]
+    assert 1e-4 < off[1][0] < off[0][0]
+    for ours, theirs in off:
+        assert ours <= 1.1 * theirs
+
+
+@pytest.mark.full
+def test_a_solver_takes_more_steps_where_half_cannot_meet_its_tolerance() -> None:
+    def count_calls(field, tolerance):
+        calls = []
+
+        def counted(y, t):
+            jax.debug.callback(lambda: calls.append(1))
+            return field(y, t)
+
+        at_end(counted, tolerance)
+        jax.effects_barrier()
+        return len(calls)
+
+    half = jmp.autocast(field, "mixed_bfloat16")
+    assert count_calls(half, 1e-3) < 1.3 * count_calls(field, 1e-3)
+    assert count_calls(half, 1e-5) > 1.5 * count_calls(field, 1e-5)
 
 
 def test_a_ratio_of_probabilities_in_half_is_off_before_anything_is_learned() -> None:

@@ -13,10 +13,10 @@ from arrays import error
 from jax.flatten_util import ravel_pytree
 
 import jmp_lite
-from jmp_lite import DynamicLossScale, NoOpLossScale, scale_aware
+from jmp_lite import DynamicLossScale, NoOpLossScale, StaticLossScale, scale_aware
 
 # Optax promotes by itself: int32 counts to the power of a float.
-pytestmark = pytest.mark.standard_promotion
+pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("dtype")]
 
 _EPS = {"float16": 2**-10, "bfloat16": 2**-7}
 # By the dtype in which they compute.
@@ -113,36 +113,69 @@ def test_an_overflow_of_one_loss_skips_the_step_and_lowers_its_scale_only(bad):
 
 # A gradient penalty: the gradient of the norm of a gradient.
 
+# What a float32 loss is multiplied by, so that float16 hardly holds its gradient.
+_FAINT = 1e-7
+
 
 def _critic_params() -> Any:
     rng = np.random.default_rng(2)
     return [_dense(rng, 2, 16), _dense(rng, 16, 16), _dense(rng, 16, 1)]
 
 
-def _penalty_grads(dtype: str, loss_scale: Any) -> Any:
-    """Return the gradients of `(norm - 1)**2`, of the gradients of a score."""
-    is_exact, policy = dtype == "float64", _POLICIES[dtype]
+def _score(policy, params, x):
+    params, x = policy.cast_to_compute((params, x))
+    return policy.cast_to_output(_mlp(params, x))
 
-    def sum_of_scores(x, params):
-        params, x = policy.cast_to_compute((params, x))
-        return jnp.sum(policy.cast_to_output(_mlp(params, x)))
 
-    def loss(params, x):
-        scaled = jmp_lite.scaled_grad(sum_of_scores, loss_scale=loss_scale)(x, params)
-        grads = loss_scale.unscale(scaled)
-        assert grads.dtype == policy.output_dtype  # half would overflow in the norm
-        norms = jnp.sqrt(jnp.sum(grads**2, axis=-1) + 1e-12)
-        return jnp.mean((norms - 1) ** 2)
+def _penalty(policy, params, x, loss_scale, size=1.0):
+    """Return the mean of `(norm - 1)**2`, of the gradients of the score over `size`."""
 
+    def sum_of_scores(x):
+        return size * jnp.sum(_score(policy, params, x))
+
+    scaled = jmp_lite.scaled_grad(sum_of_scores, loss_scale=loss_scale)(x)
+    grads = loss_scale.unscale(scaled) / size
+    assert grads.dtype == policy.output_dtype  # half would overflow in the norm
+    norms = jnp.sqrt(jnp.sum(grads**2, axis=-1) + 1e-12)
+    return jnp.mean((norms - 1) ** 2)
+
+
+def _penalty_grads(dtype, inner, outer, size=1.0) -> Any:
+    is_exact = dtype == "float64"
     with jax.enable_x64(is_exact):
-        x = np.random.default_rng(3).normal(size=(16, 2))
-        given = _as_dtype((_critic_params(), x), "float64" if is_exact else "float32")
-        grads = jax.jit(jmp_lite.scaled_grad(loss, loss_scale=loss_scale))(*given)
-        return np.asarray(ravel_pytree(loss_scale.unscale(grads))[0])
+        array_dtype = jnp.float64 if is_exact else jnp.float32
+        params = _as_dtype(_critic_params(), array_dtype)
+        x = _as_dtype(np.random.default_rng(3).normal(size=(16, 2)), array_dtype)
+
+        def loss(params):
+            return _penalty(_POLICIES[dtype], params, x, inner, size)
+
+        fun = jmp_lite.scaled_grad(loss, loss_scale=outer)
+        grads = jax.jit(fun)(params)
+        return np.asarray(ravel_pytree(outer.unscale(grads))[0])
 
 
-def test_the_gradient_of_a_penalty_in_half_is_that_of_float64():
-    exact = _penalty_grads("float64", NoOpLossScale())
-    for dtype, eps in _EPS.items():
-        grads = _penalty_grads(dtype, DynamicLossScale(2.0**10))
-        assert error(grads, exact) < 3 * eps
+_NONE = NoOpLossScale()
+
+
+@functools.cache
+def _exact(size=1.0) -> Any:
+    return _penalty_grads("float64", _NONE, _NONE, size)
+
+
+@pytest.mark.one_of("kind")
+@pytest.mark.parametrize("kind", [StaticLossScale, DynamicLossScale])
+@pytest.mark.parametrize("dtype", _EPS)
+def test_the_gradient_of_a_penalty_in_half_is_that_of_float64(kind, dtype):
+    grads = _penalty_grads(dtype, kind(2.0**10), kind(2.0**10))
+    assert error(grads, _exact()) < 3 * _EPS[dtype]
+
+
+def test_the_gradient_inside_a_penalty_needs_a_scale_too():
+    scaled = _penalty_grads("float16", DynamicLossScale(2.0**20), _NONE, _FAINT)
+    assert error(scaled, _exact(_FAINT)) < 2**-9
+    # The cotangent of a gradient of 1e-7 is as large as that one is small: 2**20 brings
+    # both into range, and a scale of the whole loss makes matters worse.
+    for outer in (_NONE, DynamicLossScale(2.0**8)):
+        only_outside = _penalty_grads("float16", _NONE, outer, _FAINT)
+        assert not jmp_lite.all_finite(only_outside)

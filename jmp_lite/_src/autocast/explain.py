@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite._src import compat, reports
-from jmp_lite._src.autocast import half_calls, products, transform
+from jmp_lite._src.autocast import checks, half_calls, products, transform
 from jmp_lite._src.autocast.options import OpRules, check_name, resolve_rules
 from jmp_lite._src.autocast.rules import BOUNDARY, Fp8
 from jmp_lite._src.autocast.storage import NOT_OPENED, EqnPlan, Placed, walk
@@ -142,8 +142,8 @@ class AutocastReport(reports.Report):
             self.kernels if len(cells) == 1 and not every else self.kept | self.kernels
         )
         notes = [f"{n} × {reason}" for reason, n in told.items()]
-        own = [row for row in self.rows if row.flops and row.is_half]
-        if own and not any(row.is_lowered for row in own):
+        found = [row for row in self.rows if row.flops]
+        if found and all(row.is_half and not row.is_lowered for row in found):
             notes.append("the program itself has its products in half")
         if self.matmul_precision:
             notes.append(f"float32 products are in {self.matmul_precision!r} precision")
@@ -210,7 +210,7 @@ _OP_COLUMNS = ("layer", "op", "line", "before", "after", "FLOPs", "×8", "why")
 _NUMBERS = ("products\nin half", "FLOPs", "not ×8", "other ops\nin half")
 
 
-@transform.takes_function
+@checks.takes_function
 def explain(
     fun: Callable[P, object],
     policy: Policy | PolicyMap | str = "mixed",
@@ -247,9 +247,9 @@ def explain(
       >>> [(row.layer, row.primitive, row.after) for row in report.rows]
       [('head', 'dot_general', 'bf16 bf16 -> bf16'), ('head', 'exp', 'bf16 -> f32')]
     """
-    transform.check_function(fun, "explain", policy)
+    checks.check_function(fun, "explain", policy)
     check_name(policy, "explain")
-    policy, compute_dtype = transform.check_policy(policy, "explain")
+    policy, compute_dtype = checks.check_policy(policy, "explain")
     options = half_results, fp8_min_size, recompute
     rules = resolve_rules(rules, policy, compute_dtype, *options)
 

@@ -103,6 +103,8 @@ class Search:
                 self.computed.update(eqn.outvars)
             for v in operands if self.is_alive[i] else ():
                 self.readers[v].append(i)
+        stacks = map(name_scopes.of, self.eqns)
+        self.is_backward = [name_scopes.is_backward(stack, False) for stack in stacks]
         self.level = [0] * len(self.eqns)
         self.is_inside = [False] * len(self.eqns)
         # Sums that are stored: what reads them is of another segment.
@@ -304,7 +306,7 @@ class Search:
         for i, eqn in enumerate(self.eqns):
             if not self.is_inside[i]:
                 continue
-            of_eqn = self._terms(eqn, terms)
+            of_eqn = self._terms(i, terms)
             terms.update(dict.fromkeys(eqn.outvars, of_eqn))
             (out, *_) = eqn.outvars
             readers = [self.eqns[r] for r in self.readers[out]]
@@ -325,14 +327,8 @@ class Search:
         The last sum of a loss is of neither, though a product may read its gradient.
         """
         by_products, returned = set[Var](), set(self.returned)
-        stacks = map(name_scopes.of, self.eqns)
-        is_backward = [name_scopes.is_backward(stack, False) for stack in stacks]
         for i, eqn in reversed([*enumerate(self.eqns)]):
-            operands = [
-                v
-                for v in variables(eqn.invars)
-                if is_backward[self.made_by.get(v, i)] == is_backward[i]
-            ]
+            operands = [v for v in variables(eqn.invars) if not self._crosses(v, i)]
             has_products = any(body.has_products for body in self.plans[i].bodies)
             is_source = self.plans[i].rule.is_source or has_products
             if is_source or not by_products.isdisjoint(eqn.outvars):
@@ -340,6 +336,11 @@ class Search:
             if not is_reduction(eqn) and not returned.isdisjoint(eqn.outvars):
                 returned.update(operands)
         return by_products | returned
+
+    def _crosses(self, var: Var, reader: int) -> bool:
+        """Return whether the forward pass makes what the backward pass reads."""
+        maker = self.made_by.get(var, reader)
+        return self.is_backward[maker] != self.is_backward[reader]
 
     def _adds_row(self, eqn: Eqn) -> bool:
         """Return whether it adds a smaller array that products have computed."""
@@ -357,9 +358,10 @@ class Search:
         return any(map(self._has_statistics, moved))
 
     def _terms(
-        self, eqn: Eqn, terms: Mapping[Var, frozenset[Var] | None]
+        self, i: int, terms: Mapping[Var, frozenset[Var] | None]
     ) -> frozenset[Var] | None:
         """Return the arrays of which an equation adds multiples, None if none."""
+        eqn = self.eqns[i]
         known, found = facts(eqn.primitive.name), frozenset()
         operands = filter(core.is_f32, eqn.invars)
         arrays = [v for v in operands if self.structure.is_full(v, eqn)]
@@ -368,7 +370,8 @@ class Search:
         if not (is_sum or is_multiple):
             return None
         for v in arrays:
-            of_operand = terms.get(v) if self._is_inner(v) else frozenset([v])
+            is_term = not self._is_inner(v) or self._crosses(v, i)
+            of_operand = frozenset([v]) if is_term else terms.get(v)
             if of_operand is None:
                 return None
             found |= of_operand

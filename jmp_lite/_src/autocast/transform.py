@@ -8,7 +8,6 @@ run unchanged; `explain` lists them.
 
 import collections
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeVar, overload
@@ -17,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jmp_lite._src import arguments, compat, dtypes, fp8, trees
-from jmp_lite._src.autocast import half_calls, products, sums
+from jmp_lite._src import compat, dtypes, fp8
+from jmp_lite._src.autocast import checks, half_calls, products, sums
 from jmp_lite._src.autocast.analysis import Analyzer, AsWritten
 from jmp_lite._src.autocast.emit import Emitter
 from jmp_lite._src.autocast.options import OpRules, Regions, check_name, resolve_rules
@@ -30,41 +29,12 @@ from jmp_lite._src.policy import (
     Policy,
     PolicyMap,
     check_reduce_dtype,
-    get_policy,
-    policies_of,
 )
 from jmp_lite._src.trees import PyTree
 
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., object])
-
-
-def takes_function(transformation: F) -> F:
-    """Name the shape of a call if it has the arguments of the function, too."""
-    parameters = inspect.signature(transformation).parameters
-    count = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
-    name = transformation.__name__
-    given = "f, policy" if "policy" in parameters else "step"
-
-    @functools.wraps(transformation)
-    def checked(*args, **kwargs):
-        if len(args) > count:
-            raise TypeError(
-                f"{name} expects at most {count} arguments before keywords, got "
-                f"{len(args)}. {_call_shape(name, given)}"
-            )
-        if unknown := [key for key in kwargs if key not in parameters]:
-            of_torch = name == "autocast"
-            call = _call_shape(name, given)
-            remedy = _no_context_manager(name) if of_torch else call
-            raise TypeError(
-                f"{name} got an unexpected keyword argument {unknown[0]!r}: it has "
-                f"{', '.join(parameters)}. {remedy}"
-            )
-        return transformation(*args, **kwargs)
-
-    return checked  # pyright: ignore[reportReturnType] - of the same signature
 
 
 @overload
@@ -86,7 +56,7 @@ def autocast(
     fp8_min_size: int | None = None,
     recompute: bool | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
-@takes_function
+@checks.takes_function
 def autocast(
     fun: Any = ...,
     policy: Policy | PolicyMap | str = "mixed",
@@ -183,9 +153,9 @@ def autocast(
             "recompute": recompute,
         }
         return _Decorator(autocast, **options)
-    check_function(fun, "autocast", policy)
+    checks.check_function(fun, "autocast", policy)
     check_name(policy, "autocast")
-    policy, compute_dtype = check_policy(policy, "autocast")
+    policy, compute_dtype = checks.check_policy(policy, "autocast")
     options = half_results, fp8_min_size, recompute
     rules = resolve_rules(rules, policy, compute_dtype, *options)
 
@@ -236,7 +206,7 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
       (True, False)
     """
     is_linen = compat.is_unbound_linen_module(fun)
-    check_function(fun, "full_precision", allows_modules=not is_linen)
+    checks.check_function(fun, "full_precision", allows_modules=not is_linen)
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
@@ -290,16 +260,16 @@ def in_half(
     References:
       torch.amp.custom_fwd(cast_inputs=...).
     """
-    check_function(fun, "in_half")
-    is_excepted = half_calls.excepted(except_, fun, name_of(fun))
+    checks.check_function(fun, "in_half")
+    is_excepted = half_calls.excepted(except_, fun, checks.name_of(fun))
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
         how = half_calls.current()
         if how is None:
             return fun(*args, **kwargs)
-        refuse_modules((args, kwargs), "a function of in_half")
-        return half_calls.call(fun, name_of(fun), args, kwargs, how, is_excepted)
+        checks.refuse_modules((args, kwargs), "a function of in_half")
+        return half_calls.call(fun, checks.name_of(fun), args, kwargs, how, is_excepted)
 
     return wrapped
 
@@ -338,7 +308,7 @@ def sums_in_float32(fun: Callable[P, R], reduce_dtype: Any = None) -> Callable[P
       >>> jax.grad(loss)(table, rows), jax.grad(sums_in_float32(loss))(table, rows)
       (Array([0.25], dtype=float32), Array([1.], dtype=float32))
     """
-    check_function(fun, "sums_in_float32")
+    checks.check_function(fun, "sums_in_float32")
     reduces_in_float32 = check_reduce_dtype(reduce_dtype) is not None
 
     @functools.wraps(fun, updated=())
@@ -354,7 +324,7 @@ def sums_in_float32(fun: Callable[P, R], reduce_dtype: Any = None) -> Callable[P
             # of it, `grad` has concrete values.
             out = fun(*args, **kwargs)
             warnings.warn(
-                f"{name_of(fun)} needs the concrete value of an array (an if, a "
+                f"{checks.name_of(fun)} needs the concrete value of an array (an if, a "
                 "float()): its gradients are summed in the dtype of each value. Use "
                 "jax.lax.cond or jnp.where, and they are summed in float32.",
                 stacklevel=2,
@@ -467,56 +437,13 @@ def plan_call(
     without_refs: bool = False,
 ) -> PlannedCall:
     """Trace a call, and decide what runs in half."""
-    _check_arguments((args, kwargs))
+    checks.check_arguments((args, kwargs))
     regions = Regions(policy)
     analyzer = Analyzer(rules, regions, compute_dtype)
     traced = analyzer.trace(fun, args, kwargs, without_refs=without_refs)
     plan = analyzer.plan_closed(traced.closed)
-    regions.check_unused(name_of(fun))
-    return PlannedCall(name_of(fun), traced, analyzer, plan)
-
-
-def check_policy(
-    policy: Policy | PolicyMap | str, caller: str
-) -> tuple[Policy | PolicyMap, DTypeLike]:
-    """Return the policy and the one half dtype that it computes in.
-
-    A policy that computes in the dtype of a program written in float32 (or in float64,
-    with float64 parameters) asks for nothing: its dtype is float32 (float64).
-    """
-    if any(map(trees.is_array, jax.tree.leaves(policy))):
-        raise TypeError(
-            f"{caller} got {type(policy).__name__} as its policy. {_call_shape(caller)}"
-        )
-    if not isinstance(policy, PolicyMap):
-        policy = get_policy(policy)
-    policies = policies_of(policy)
-    computes = {p.compute_dtype for p in policies}
-    halves = computes & set(dtypes.HALF_DTYPES)
-    params = {p.param_dtype for p in policies}
-    as_written = {jnp.float64} if params == {jnp.float64} else {jnp.float32}
-    if len(halves) > 1 or computes - halves - as_written:
-        raise ValueError(
-            f"{caller} expects a policy that computes in float16 or in bfloat16 (and "
-            "scopes that compute in float32), or in float32 alone; got "
-            f"{', '.join(sorted(map(str, policies)))}. It narrows float32 and widens "
-            "nothing."
-        )
-    return policy, (halves or as_written).pop()
-
-
-def name_of(fun: object) -> str:
-    """Return what to call a function in a message."""
-    while isinstance(fun, functools.partial):
-        fun = fun.func
-    return getattr(fun, "__name__", type(fun).__name__)
-
-
-def _call_shape(name: str, given: str = "f, policy") -> str:
-    return (
-        f"It returns a function of the arguments: write {name}({given})(*args), not "
-        f"{name}({given}, *args)."
-    )
+    regions.check_unused(checks.name_of(fun))
+    return PlannedCall(checks.name_of(fun), traced, analyzer, plan)
 
 
 class _Decorator(functools.partial):
@@ -524,86 +451,7 @@ class _Decorator(functools.partial):
 
     def __enter__(self, *_: object) -> NoReturn:
         raise TypeError(
-            f"autocast expects a function. {_no_context_manager('autocast')}"
+            f"autocast expects a function. {checks.no_context_manager('autocast')}"
         )
 
     __exit__ = __enter__
-
-
-def _no_context_manager(caller: str) -> str:
-    return (
-        f"{caller} is not a context manager: it returns another function, as jax.jit "
-        "does."
-    )
-
-
-def check_function(
-    fun: object, caller: str, policy: object = None, *, allows_modules: bool = False
-) -> None:
-    """Raise a TypeError that says what to do if this is no function to transform.
-
-    `allows_modules` says whether modules of flax are functions, too.
-    """
-    got = f"{caller} expects a function, got {arguments.shown(fun)}"
-    dtype = policy if isinstance(fun, str) else fun  # torch.autocast("cuda", dtype)
-    if isinstance(dtype, type) and dtype in dtypes.HALF_DTYPES:
-        fun = f"mixed_{dtype.__name__}"
-    is_function = callable(policy) and not isinstance(policy, type)
-    if isinstance(fun, Policy | PolicyMap | str) and is_function:
-        name = name_of(policy)
-        raise TypeError(
-            f"{got} first, and the function {name} after it: write "
-            f"{caller}({name}, {fun!r})."
-        )
-    if isinstance(fun, Policy | PolicyMap | str) and caller == "autocast":
-        raise TypeError(
-            f"{got}. A policy goes behind the function, autocast(f, policy), or into a "
-            f"decorator by its name, @autocast(policy={fun!r}). "
-            f"{_no_context_manager(caller)}"
-        )
-    if not callable(fun):
-        if callable(getattr(fun, "apply", None)):  # such as Transformed of Haiku
-            raise TypeError(f"{got}, which has one: pass its .apply.")
-        raise TypeError(f"{got}. {_no_context_manager(caller)}")
-    if allows_modules:
-        return
-    if compat.is_unbound_linen_module(fun):
-        raise TypeError(
-            f"{got}, a linen module, which computes in its method apply: write "
-            f"{caller}(model.apply, ...)(variables, x). Or give it a policy: "
-            "jmp_lite.linen.with_policy(model, policy)."
-        )
-    if any(map(compat.is_nnx_module, (fun, getattr(fun, "__self__", None)))):
-        raise TypeError(_nnx_advice(f"{caller} got"))
-
-
-def refuse_modules(args_and_kwargs: PyTree, who: str) -> None:
-    """Raise a TypeError that says what to do if an argument is an nnx module."""
-    leaves = jax.tree.leaves(args_and_kwargs, is_leaf=compat.is_nnx_module)
-    if any(map(compat.is_nnx_module, leaves)):
-        raise TypeError(_nnx_advice(f"{who} got"))
-
-
-def _check_arguments(args_and_kwargs: PyTree) -> None:
-    refuse_modules(args_and_kwargs, "a function under autocast")
-    for path, leaf in jax.tree.leaves_with_path(args_and_kwargs):
-        if trees.is_number(leaf) or isinstance(leaf, jax.Ref) or callable(leaf):
-            continue
-        index = trees.key_path(path[1:])
-        raise TypeError(
-            f"A function under autocast got {leaf!r} as its argument {index!r}; "
-            "expected arrays, numbers or functions. Bind other values with "
-            "functools.partial. If a model holds such values, pass its arrays only "
-            "(arrays, rest = equinox.partition(model, equinox.is_array)) and call "
-            "equinox.combine(arrays, rest) in the function."
-        )
-
-
-def _nnx_advice(got: str) -> str:
-    return (
-        f"{got} an nnx module, whose changes of state (statistics, random streams) "
-        "would be lost in the trace. Split it: graphdef, state = nnx.split(model); in "
-        "the function, call nnx.merge(graphdef, state, copy=True), and return the "
-        "nnx.state of it where it changes. To train, jmp_lite.nnx.with_policy(model, "
-        "policy) keeps them."
-    )

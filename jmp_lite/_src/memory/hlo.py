@@ -8,7 +8,6 @@ The kernels, the traffic and the collectives of a loop's body count as often as 
 
 import collections
 import math
-import operator
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -42,7 +41,6 @@ _COLLECTIVES = (
     "all-gather all-reduce reduce-scatter all-to-all collective-permute".split()
 )
 _SUMS = "reduce reduce-window scatter select-and-scatter".split()
-_WINDOW = re.compile(r"window=\{size=([0-9x]+)(?: stride=([0-9x]+))?")
 _PRODUCTS = re.compile(
     r' (dot|convolution)\(|custom_call_target="__(cublas|cudnn\$conv)'
 )
@@ -99,9 +97,8 @@ class Counts(NamedTuple):
         themselves, collectives, and copies that go on beside the others.
       casts: conversions to a floating dtype, inside of kernels too.
       half_sums: sums of half terms to a half sum: reductions, scatters and sums over
-        windows, inside of kernels too, but not collectives, nor the gradient of windows
-        that do not overlap. A TPU rounds some float32 sums as it writes them; those are
-        not meant.
+        windows, inside of kernels too, but not collectives. A TPU rounds some float32
+        sums as it writes them; those are not meant.
       conditionals: branches.
       host_transfers: what waits for the host.
       aliased: arguments whose memory a result takes over.
@@ -199,7 +196,8 @@ def count(text: str, instructions: Sequence[Instruction] = ()) -> Counts:
         if _PRODUCTS.search(x.line):
             products[" ".join(dtypes.get(y, "?") for y in x.operands[:2])] += 1
         found["casts"] += x.opcode == "convert" and x.arrays[0].dtype[0] in "bf"
-        found["half_sums"] += _is_sum(x) and not half_adders.isdisjoint(x.called)
+        is_half_sum = x.opcode in _SUMS and not half_adders.isdisjoint(x.called)
+        found["half_sums"] += is_half_sum
         found["conditionals"] += x.opcode == "conditional"
         found["host_transfers"] += bool(_HOST.search(x.line))
     counted = "kernels casts half_sums conditionals host_transfers traffic".split()
@@ -241,15 +239,6 @@ def _half_adders(program: Sequence[Instruction]) -> set[str]:
         x.computation for x in program for a in x.arrays if a.dtype in ("f16", "bf16")
     }
     return adds & half
-
-
-def _is_sum(x: Instruction) -> bool:
-    """Return whether numbers are added, as gradients of windows are that overlap."""
-    window = _WINDOW.search(x.line)
-    if x.opcode != "select-and-scatter" or window is None or not window[2]:
-        return x.opcode in _SUMS
-    size, stride = (map(int, part.split("x")) for part in window.groups())
-    return any(map(operator.gt, size, stride))
 
 
 def _piece(x: Instruction, fused: set[str]) -> tuple[str | Array, ...]:

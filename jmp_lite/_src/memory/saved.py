@@ -18,11 +18,8 @@ import jax
 
 from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast import products
-from jmp_lite._src.autocast.transform import (
-    autocast,
-    check_function,
-    takes_function,
-)
+from jmp_lite._src.autocast.checks import check_function, takes_function
+from jmp_lite._src.autocast.transform import autocast
 from jmp_lite._src.jaxprs import control_flow, core, name_scopes, sources, tracing
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import CAST, LOOPS, Fact, facts

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec
 import jax
 
 from jmp_lite._src import arguments, compat, fp8, reports, trees
-from jmp_lite._src.autocast.transform import check_function, takes_function
+from jmp_lite._src.autocast.checks import check_function, takes_function
 from jmp_lite._src.memory import classes as roles
 from jmp_lite._src.memory import devices as targets
 from jmp_lite._src.memory import hlo, liveness, program

@@ -14,7 +14,7 @@ from jax.tree_util import Partial
 from jax.typing import DTypeLike
 
 from jmp_lite._src import arguments, dtypes, reports
-from jmp_lite._src.autocast import transform
+from jmp_lite._src.autocast import checks
 from jmp_lite._src.gradients import check_arguments, split_aux
 from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from jmp_lite._src.numerics.dry_run import Measured, measure
@@ -146,7 +146,7 @@ class Advice(reports.Report):
         )
 
 
-@transform.takes_function
+@checks.takes_function
 def advise(
     loss_fn: Callable[..., Any],
     policy: Policy | PolicyMap | str,
@@ -201,8 +201,8 @@ def advise(
       loss_scale = jmp.StaticLossScale(2.0**21)
       <BLANKLINE>
     """
-    transform.check_function(loss_fn, "advise", policy)
-    start, dtype = transform.check_policy(policy, "advise")
+    checks.check_function(loss_fn, "advise", policy)
+    start, dtype = checks.check_policy(policy, "advise")
     headroom = arguments.number(
         headroom, "headroom", "at least 1 and finite", lambda x: 1 <= x < math.inf
     )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._src.autocast import transform
+from jmp_lite._src.autocast import checks, transform
 from jmp_lite._src.autocast.emit import Emitter
 from jmp_lite._src.autocast.options import OpRules, resolve_rules
 from jmp_lite._src.jaxprs.sites import sites
@@ -23,7 +23,7 @@ from jmp_lite._src.numerics.stretches import Array, is_floating
 from jmp_lite._src.policy import Policy, PolicyMap
 
 
-@transform.takes_function
+@checks.takes_function
 def dry_run(
     fun: Callable[..., Any],
     policy: Policy | PolicyMap | str,
@@ -71,8 +71,8 @@ def dry_run(
       Micikevicius et al., Mixed Precision Training, 2018
       (https://arxiv.org/abs/1710.03740); NVIDIA's precision debugger.
     """
-    transform.check_function(fun, "dry_run", policy)
-    policy, compute_dtype = transform.check_policy(policy, "dry_run")
+    checks.check_function(fun, "dry_run", policy)
+    policy, compute_dtype = checks.check_policy(policy, "dry_run")
     rules = resolve_rules(rules, policy, compute_dtype, half_results, fp8_min_size)
 
     def run(*args, **kwargs) -> DryRunReport:
@@ -107,7 +107,7 @@ def measure(
     Adds what it compiles to `programs`, which has what other runs have compiled.
     """
     reference.check_has_values(args_and_kwargs, caller)
-    compute_dtype = transform.check_policy(policy, "dry_run")[1]
+    compute_dtype = checks.check_policy(policy, "dry_run")[1]
     rules = OpRules.default(compute_dtype) if rules is None else rules
 
     planned = transform.plan_call(

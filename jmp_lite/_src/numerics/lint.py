@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import jax
 
 from jmp_lite._src import arguments, reports
-from jmp_lite._src.autocast import transform
+from jmp_lite._src.autocast import checks
 from jmp_lite._src.autocast.options import Regions
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.numerics.hazards import accuracy, constants, speed, train_steps
@@ -118,7 +118,7 @@ class LintReport(reports.Report):
         )
 
 
-@transform.takes_function
+@checks.takes_function
 def lint(
     fun: Callable[..., Any],
     policy: Policy | PolicyMap | str = "mixed",
@@ -164,8 +164,8 @@ def lint(
       Micikevicius et al., Mixed Precision Training, 2018
       (https://arxiv.org/abs/1710.03740); NVIDIA, Matrix Multiplication Background.
     """
-    transform.check_function(fun, "lint", policy, allows_modules=True)
-    policy, _ = transform.check_policy(policy, "lint")
+    checks.check_function(fun, "lint", policy, allows_modules=True)
+    policy, _ = checks.check_policy(policy, "lint")
     if target is None:
         target = "tpu" if jax.local_devices()[0].platform == "tpu" else "gpu"
     arguments.one_of(target, "target", ("gpu", "tpu"))
@@ -186,7 +186,7 @@ def lint(
             " If with_policy gave nnx modules this map, pass its default here: "
             f"{str(policies_of(policy)[0])!r}."
         )
-        regions.check_unused(transform.name_of(fun), remedy)
+        regions.check_unused(checks.name_of(fun), remedy)
         return LintReport(tuple(_find(program)), share)
 
     return linted

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_lite._src import arguments, compat, reports, trees
-from jmp_lite._src.autocast.transform import refuse_modules
+from jmp_lite._src.autocast.checks import refuse_modules
 from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
 from jmp_lite._src.jaxprs.sites import Site, sites
 from jmp_lite._src.jaxprs.tracing import Traced, is_traceable, trace

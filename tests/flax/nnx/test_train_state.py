@@ -340,3 +340,14 @@ def test_state_of_another_kind_is_an_error():
     ]:
         with pytest.raises(ValueError, match=match):
             state.apply_gradients(**{"grads": state.params} | new)
+
+
+def test_the_average_makes_a_model():
+    state = create(ema_decay=0.9)
+    ema = jax.tree.map(lambda x: x + 1, state.params)
+    averaged = state.model(ema)
+    kernel = averaged.model.first.kernel[...]
+    np.testing.assert_array_equal(kernel, Nnx.kernel(ema))
+    assert not np.array_equal(kernel, Nnx.kernel(state.params))
+    averaged.eval()
+    assert jax.eval_shape(averaged, X).dtype == jnp.float32
