@@ -18,8 +18,7 @@ from jmp_lite._src import compat
 from jmp_lite._src.jaxprs.sites import Site, sites
 from jmp_lite._src.jaxprs.tracing import trace
 from jmp_lite._src.jaxprs.walk import Equation, Walker
-from jmp_lite._src.numerics.runs import Observer, Run
-from jmp_lite._src.numerics.stretches import Operation
+from jmp_lite._src.numerics.runs import Observer, Operation, Run
 
 
 class _Depths(Walker):

@@ -79,7 +79,7 @@ def test_iterations_share_a_compilation():
     with compilations.counted() as compiled:
         report = first_nonfinite(fun)(xs)
     assert found(report).iterations == (20,)
-    assert len(compiled) <= 3  # the body, a row, and what is around
+    assert len(compiled) <= 4  # the operations of the body, and a row
 
 
 # XLA computes the square in float32, which does not overflow.

@@ -1,4 +1,4 @@
-"""Count what takes the time of a tool that runs once: lowering, and XLA."""
+"""Count what takes the time of a tool that runs once: what XLA compiles."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,22 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-COMPILED = "/jax/core/compile/backend_compile_duration"
-LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+_COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 @contextlib.contextmanager
-def counted(counts: str = COMPILED) -> Iterator[list[Any]]:
-    """Give a list that grows by one item with each compilation, from cold.
-
-    Args:
-      counts: the event that counts.
-    """
+def counted() -> Iterator[list[Any]]:
+    """Give a list that grows by one item with each compilation, from cold."""
     jax.clear_caches()
     found: list[Any] = []
 
     def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
-        if event == counts:
+        if event == _COMPILED:
             found.append((duration_secs, kwargs))
 
     jax.monitoring.register_event_duration_secs_listener(listen)

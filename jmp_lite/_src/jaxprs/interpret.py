@@ -4,8 +4,7 @@
 `sites` apply.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,7 +13,7 @@ from jax import Array
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import binding, control_flow
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
-from jmp_lite._src.jaxprs.core import Eqn, Equations, Plan, Var
+from jmp_lite._src.jaxprs.core import Eqn, Equations, Plan, Var, variables
 from jmp_lite._src.jaxprs.sites import count_sites
 
 Cell: TypeAlias = Any
@@ -42,20 +41,6 @@ Ran = tuple[Cells, Count]
 Body = Callable[[Cells, Moment], Ran]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Stretch:
-    """Equations that follow each other in a jaxpr: a jaxpr itself, and its plan."""
-
-    eqns: Sequence[Eqn]
-    eqn_plans: Sequence[Plan]  # one per equation
-    invars: Sequence[Var]  # that they read, or the operands of the one equation
-    outvars: Sequence[Var]  # that later equations read, or the results of the one
-    sites: int  # how many these have
-    is_opened: bool  # whether this is one whose sub-jaxprs are run one by one
-    last_read: Sequence[Var] = ()  # variables that nothing after these reads
-    constvars: tuple[Var, ...] = ()  # none
-
-
 class Interpreter:
     """Runs jaxprs. Subclasses define what is beside the values, and run the loops.
 
@@ -64,9 +49,9 @@ class Interpreter:
     """
 
     constant: Callable[[Array, Var], Cell]  # of a value, and the variable that holds it
-    split: Callable[[Equations, Plan], Iterable[Stretch]]  # a jaxpr and its plan
-    # Runs a stretch, of its first site, cells, moment, and the cell of any variable.
-    run_stretch: Callable[[Stretch, int, Cells, Moment, Callable[[Var], Cell]], Ran]
+    # Runs an equation without sub-jaxprs: of its plan, its site, its operands, when it
+    # runs, and the cell of any variable.
+    run_eqn: Callable[[Eqn, Plan, int, Cells, Moment, Callable[[Var], Cell]], Cells]
     scan: Callable[..., Ran]  # of the equation, its plan, `Body`, operands and moment
     while_loop: Callable[..., Ran]  # of the condition, `Body`, operands and moment
     switch: Callable[..., Ran]  # of the index, each `Body`, operands and moment
@@ -94,20 +79,38 @@ class Interpreter:
             return self.constant(var.val, var) if compat.is_literal(var) else env[var]
 
         site, eqn_count = first_site, moment.eqn_count
-        for stretch in self.split(jaxpr, plan):
-            ins = [read(v) for v in stretch.invars]
+        eqn_plans = plan.eqn_plans if plan else [None] * len(jaxpr.eqns)
+        pairs = list(zip(jaxpr.eqns, eqn_plans, strict=True))
+        for (eqn, eqn_plan), last in zip(
+            pairs, self._last_used(jaxpr, pairs), strict=True
+        ):
+            args = eqn, eqn_plan, site, [read(v) for v in eqn.invars]
             now = moment._replace(eqn_count=eqn_count)
-            if stretch.is_opened:
-                (eqn,), (eqn_plan,) = stretch.eqns, stretch.eqn_plans
-                args = eqn, eqn_plan, site, ins, now
-                outs, eqn_count = binding.in_mesh(eqn, self.run_bodies, *args)
+            if control_flow.bodies_of(eqn) is None:
+                outs, eqn_count = self.run_eqn(*args, now, read), eqn_count + 1
             else:
-                outs, eqn_count = self.run_stretch(stretch, site, ins, now, read)
-            env.update(zip(stretch.outvars, outs, strict=True))
-            for var in stretch.last_read:
+                outs, eqn_count = binding.in_mesh(eqn, self.run_bodies, *args, now)
+            env.update(zip(eqn.outvars, outs, strict=True))
+            for var in last:
                 env.pop(var, None)
-            site += stretch.sites
+            site += count_sites([eqn])
         return [read(v) for v in jaxpr.outvars], eqn_count
+
+    def _last_used(
+        self, jaxpr: Equations, pairs: Sequence[tuple[Eqn, Plan]]
+    ) -> list[set[Var]]:
+        """Return per equation what it reads or makes, and nothing behind it reads."""
+        later, found = set(variables(jaxpr.outvars)), []
+        for eqn, eqn_plan in reversed(pairs):
+            read = {*variables((*eqn.invars, *self.also_reads(eqn, eqn_plan)))}
+            found.append({*read, *eqn.outvars} - later)
+            later |= read
+        return found[::-1]
+
+    @staticmethod
+    def also_reads(eqn: Eqn, eqn_plan: Plan) -> Sequence[Var]:
+        """Return what is read to run an equation beside its operands."""
+        return ()
 
     def enter(self, eqn: Eqn, eqn_plan: Plan, cells: Cells) -> Cells:
         """Return the operands of an equation as its sub-jaxprs read them."""

@@ -1,6 +1,5 @@
 """Run a jaxpr equation by equation, inside `jit`, with a tag beside every value."""
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,9 +11,8 @@ from jax import Array
 from jmp_lite._src import compat
 from jmp_lite._src.compat import AnyJaxpr
 from jmp_lite._src.jaxprs import binding, control_flow
-from jmp_lite._src.jaxprs.core import Eqn, Plan, Var
-from jmp_lite._src.jaxprs.interpret import Interpreter, Moment, Stretch
-from jmp_lite._src.jaxprs.sites import count_sites
+from jmp_lite._src.jaxprs.core import Eqn
+from jmp_lite._src.jaxprs.interpret import Interpreter, Moment
 
 
 def walk(jaxpr: AnyJaxpr) -> Iterator[Eqn]:
@@ -33,13 +31,11 @@ class Equation(NamedTuple):
     """An equation that has run."""
 
     eqn: Eqn
-    eqn_plan: Plan  # None without a plan
     site: int  # its number among the sites
     ins: Sequence[Array]
     outs: Sequence[Array]
     tags: Sequence[Tag]  # of its operands
     moment: Moment
-    tag_of: Callable[[Var], Tag]  # of any variable of the jaxpr that has a value by now
 
 
 class Walker(Interpreter):
@@ -49,36 +45,14 @@ class Walker(Interpreter):
     tag_constant: Callable[[Array], Tag]  # of a constant of the program
     stack: Callable[[Tag], Tag]  # of an array, from the stacked tags of its rows
 
-    def bind(self, eqn: Eqn, ins: Sequence[Array]) -> Sequence[Array]:
-        """Return the results of an equation without followed sub-jaxprs."""
-        return binding.bind(eqn, ins)
-
     def constant(self, value, var):
         return value, self.tag_constant(value)
 
-    def split(self, jaxpr, plan):
-        eqn_plans = plan.eqn_plans if plan else itertools.repeat(None)
-        return [
-            Stretch(
-                eqns=[eqn],
-                eqn_plans=[eqn_plan],
-                invars=eqn.invars,
-                outvars=eqn.outvars,
-                sites=count_sites([eqn]),
-                is_opened=control_flow.bodies_of(eqn) is not None,
-            )
-            for eqn, eqn_plan in zip(jaxpr.eqns, eqn_plans, strict=False)
-        ]
-
-    def run_stretch(self, stretch, site, cells, moment, read):
-        (eqn,), (eqn_plan,) = stretch.eqns, stretch.eqn_plans
+    def run_eqn(self, eqn, eqn_plan, site, cells, moment, read):
         values, tags = [x for x, _ in cells], [tag for _, tag in cells]
-        outs = self.bind(eqn, values)
-        equation = Equation(
-            eqn, eqn_plan, site, values, outs, tags, moment, lambda v: read(v)[1]
-        )
-        tags = self.observe(equation)
-        return list(zip(outs, tags, strict=True)), moment.eqn_count + 1
+        outs = binding.bind(eqn, values)
+        found = self.observe(Equation(eqn, site, values, outs, tags, moment))
+        return list(zip(outs, found, strict=True))
 
     def scan(self, eqn, eqn_plan, body, split, moment):
         (consts, carry, xs), length = split, eqn.params["length"]

@@ -20,7 +20,6 @@ from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from jmp_lite._src.numerics.dry_run import Measured, measure
 from jmp_lite._src.numerics.faults import Fault, find_faults
 from jmp_lite._src.numerics.report import DryRunReport, OpStats
-from jmp_lite._src.numerics.runs import Programs
 from jmp_lite._src.numerics.stats import EXPONENTS
 from jmp_lite._src.policy import (
     Policy,
@@ -254,8 +253,6 @@ class _Search:
     unscaled: dict[tuple[int, str], float] = dataclasses.field(default_factory=dict)
     # The layers that must not be in fp8, each with its reason.
     not_in_fp8: dict[str, str] = dataclasses.field(default_factory=dict)
-    # What its dry runs compile: most of each is in the others too.
-    programs: Programs = dataclasses.field(default_factory=dict)
 
     def run(self) -> tuple[Advice, str]:
         """Return the advice, and a warning or `""`."""
@@ -334,7 +331,6 @@ class _Search:
             policy,
             self.args_and_kwargs,
             caller="advise",
-            programs=self.programs,
         )
         gradients = self._gradients(measured.report, scale)
         fitting = _fitting_scale(gradients, scale, self.dtype)

@@ -18,8 +18,8 @@ from jmp_lite._src.numerics import reference
 from jmp_lite._src.numerics.lockstep import Lockstep
 from jmp_lite._src.numerics.nonfinite import NonFinite, describe
 from jmp_lite._src.numerics.report import DryRunReport
-from jmp_lite._src.numerics.runs import Programs, Run
-from jmp_lite._src.numerics.stretches import Array, is_floating
+from jmp_lite._src.numerics.runs import Run
+from jmp_lite._src.numerics.shadows import Array, is_floating
 from jmp_lite._src.policy import Policy, PolicyMap
 
 
@@ -100,12 +100,8 @@ def measure(
     *,
     rules: OpRules | None = None,
     caller: str = "dry_run",
-    programs: Programs | None = None,
 ) -> Measured:
-    """Run a function in float32 and under a policy, as `check_policy` returns it.
-
-    Adds what it compiles to `programs`, which has what other runs have compiled.
-    """
+    """Run a function in float32 and under a policy, as `check_policy` returns it."""
     reference.check_has_values(args_and_kwargs, caller)
     compute_dtype = checks.check_policy(policy, "dry_run")[1]
     rules = OpRules.default(compute_dtype) if rules is None else rules
@@ -116,7 +112,7 @@ def measure(
     plan, arrays = planned.plan, planned.traced.args
     warning = reference.check_is_float32(plan.jaxpr, caller)
     observer = Lockstep(sites(plan.jaxpr), compute_dtype)
-    run = Run(observer, Emitter(planned.analyzer), programs)
+    run = Run(observer, Emitter(planned.analyzer))
     cells = [run.cell(x, observer.tag_argument(x, i)) for i, x in enumerate(arrays)]
     outs, _ = run.run(plan.jaxpr, plan.consts, cells, plan=plan)
     values = [x for x, _ in outs]

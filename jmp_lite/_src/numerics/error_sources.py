@@ -19,7 +19,8 @@ from jmp_lite._src import compat, dtypes
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.core import dtype_of
 from jmp_lite._src.jaxprs.primitives import CAST, Fact, named
-from jmp_lite._src.numerics.stretches import Array, Operation
+from jmp_lite._src.numerics.runs import Operation
+from jmp_lite._src.numerics.shadows import Array
 
 # Operations that round nothing if an operand has the dtype of the result, whose numbers
 # are those of the operands, as they are or with another sign.

@@ -21,8 +21,8 @@ from jmp_lite._src.numerics import error_sources, origins, stats
 from jmp_lite._src.numerics.error_sources import Tag
 from jmp_lite._src.numerics.origins import NONE, OperandRanges
 from jmp_lite._src.numerics.report import SHARES, OpStats
-from jmp_lite._src.numerics.runs import Observer
-from jmp_lite._src.numerics.stretches import Array, Operation
+from jmp_lite._src.numerics.runs import Observer, Operation
+from jmp_lite._src.numerics.shadows import Array
 
 # Rounding alone makes errors up to this many roundings: a product of a thousand terms
 # has about one. A cancellation can have any number.

@@ -28,7 +28,7 @@ from jmp_lite._src.numerics.origins import (
     watch,
 )
 from jmp_lite._src.numerics.reference import check_has_values
-from jmp_lite._src.numerics.stretches import Array
+from jmp_lite._src.numerics.shadows import Array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,8 @@ from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
 from jmp_lite._src.jaxprs.primitives import cases as cases_of
 from jmp_lite._src.jaxprs.tracing import Traced
 from jmp_lite._src.jaxprs.walk import Equation, Walker
-from jmp_lite._src.numerics.runs import Observer, Run, look
-from jmp_lite._src.numerics.stretches import Array, Operation, is_floating
+from jmp_lite._src.numerics.runs import Observer, Operation, Run, look
+from jmp_lite._src.numerics.shadows import Array, is_floating
 
 # How many iteration numbers an origin has, and how many operands a report.
 _LOOPS = 4

@@ -1,39 +1,53 @@
 """Run a jaxpr, and observe on the host every floating-point number that it computes.
 
 To compile a check after each operation takes a minute for a model of two layers. Here
-compiled stretches compute, and NumPy checks. Python runs loops and branches, so that
-each iteration is observed. The limits of `sites` apply.
+NumPy checks. Python runs loops and branches, so that each iteration is observed. The
+limits of `sites` apply.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jmp_lite._src.autocast.emit import Emitter
-from jmp_lite._src.autocast.storage import Plan
+from jmp_lite._src.autocast.storage import EqnPlan
 from jmp_lite._src.jaxprs import binding
-from jmp_lite._src.jaxprs.core import Jaxpr
-from jmp_lite._src.numerics.stretches import (
+from jmp_lite._src.jaxprs.core import Eqn
+from jmp_lite._src.jaxprs.primitives import cases
+from jmp_lite._src.numerics.shadows import (
     Array,
     Beside,
     Cell,
-    CompiledStretch,
-    Constant,
-    Operation,
+    Emitter,
     PolicyRun,
-    Stretch,
-    cut,
-    layout,
-    structure_of,
+    is_floating,
+    read_by,
+    stored,
 )
 
 # Larger arrays stay on their device.
 _MOST_ON_HOST = 2**22
+
+
+class Operation(NamedTuple):
+    """An operation that has run: what it read and computed."""
+
+    eqn: Eqn
+    site: int  # its number among the sites
+    eqn_plan: EqnPlan | None
+    ins: Sequence[Any]  # None where neither floating nor a mask that chooses
+    outs: Sequence[Any]  # None where not floating
+    low_ins: Sequence[Any]  # of the policy's run, likewise
+    low_outs: Sequence[Any]
+    multiplied: Sequence[Any]  # of a product in half, its operands there
+    tags: Sequence[Any]  # of its operands
+    also: Sequence[Any]  # the tags of what else the policy's run reads
+    eqn_count: int = 0  # how many operations ran before it in the run
+    loops: tuple[int, ...] = ()  # the iterations around it, outermost first
 
 
 class Observer:
@@ -44,27 +58,12 @@ class Observer:
     stack: Callable[[Any], Any]  # of an array, and of its rows, from those of its rows
 
 
-# By what they compute: for one run, or for several that share them.
-Programs = dict[Hashable, CompiledStretch]
-
-
 class Run(PolicyRun):
     """Runs a jaxpr on the device, and passes its operations to an observer."""
 
-    def __init__(
-        self,
-        observer: Observer,
-        emitter: Emitter | None = None,
-        programs: Programs | None = None,
-    ):
+    def __init__(self, observer: Observer, emitter: Emitter | None = None):
         super().__init__(emitter)
         self.observer = observer
-        self._programs: Programs = {} if programs is None else programs
-        # By the identity of a jaxpr and its plan, which are kept alive beside them.
-        self._stretches: dict[
-            tuple[int, int], tuple[list[Stretch], Jaxpr, Plan | None]
-        ] = {}
-        self._compiled: dict[Hashable, CompiledStretch] = {}
 
     def cell(self, value: Array, tag: Any) -> Cell:
         """Return the cell of what came in, which is its own shadow."""
@@ -75,72 +74,41 @@ class Run(PolicyRun):
             value = np.asarray(value, var.aval.dtype)
         return self.cell(value, self.observer.tag_constant(value))
 
-    def split(self, jaxpr, plan):
-        key = id(jaxpr), id(plan)
-        if key not in self._stretches:
-            self._stretches[key] = cut(jaxpr, plan), jaxpr, plan
-        return self._stretches[key][0]
-
-    def run_stretch(self, stretch, site, cells, moment, read):
+    def run_eqn(self, eqn, eqn_plan, site, cells, moment, read):
+        values, lows = [x for x, _ in cells], [beside.shadow for _, beside in cells]
+        also = [read(v)[1] for v in self.also_reads(eqn, eqn_plan)]
         # A value that is its own shadow is computed once. In a loop it may be that in
         # the first iteration alone, and all iterations share one program.
-        shared = tuple(
-            beside.shadow is None or not moment.loops and beside.shadow is value
-            for value, beside in cells
+        is_own = [
+            not moment.loops and x is low for x, low in zip(values, lows, strict=True)
+        ]
+        given = [None if own else low for own, low in zip(is_own, lows, strict=True)]
+        others = [beside.shadow for beside in also]
+        outs, shadows, multiplied = self.compute(eqn, eqn_plan, values, given, others)
+        if self.emitter:
+            pairs = zip(outs, shadows, strict=True)
+            shadows = [x if low is None else low for x, low in pairs]
+        seen = _on_host()
+        ins = seen(values)
+        if cases(eqn.primitive.name, ins):
+            ins[0] = look(values[0])
+        operation = Operation(
+            eqn=eqn,
+            site=site,
+            eqn_plan=eqn_plan,
+            ins=ins,
+            outs=seen(outs),
+            low_ins=seen(read_by(eqn_plan, lows)),
+            low_outs=seen(map(stored, shadows)),
+            multiplied=seen(multiplied),
+            tags=[beside.tag for _, beside in cells],
+            also=[beside.tag for beside in also],
+            eqn_count=moment.eqn_count,
+            loops=moment.loops,
         )
-        pairs = zip(cells, shared, strict=True)
-        shadows = [None if is_shared else c[1].shadow for c, is_shared in pairs]
-        inputs = [value for value, _ in cells], shadows
-        key = id(stretch), shared, layout(inputs)
-        with jax.disable_jit(False):  # under which nothing is compiled
-            if key not in self._compiled:
-                half = self.emitter and np.dtype(self.emitter.half_dtype)
-                same = half, structure_of(stretch), *key[1:]
-                if same not in self._programs:
-                    self._programs[same] = CompiledStretch(
-                        stretch, self.emitter, shared, inputs
-                    )
-                self._compiled[key] = self._programs[same]
-            compiled = self._compiled[key]
-            arrays = [*jax.tree.leaves(inputs), *compiled.call(*inputs)]
-        tags = [beside.tag for _, beside in cells]
-
-        @functools.cache
-        def on_host(slot):
-            return look(arrays[slot])
-
-        def get(slot, array_of: Callable[[int], Any] = arrays.__getitem__):
-            if slot is None:
-                return None
-            return slot.value if isinstance(slot, Constant) else array_of(slot)
-
-        def seen(slots):
-            return [get(slot, on_host) for slot in slots]
-
-        def tag(index):
-            if isinstance(index, Constant):
-                return self.observer.tag_constant(index.value)
-            return tags[index]
-
-        for i, op in enumerate(compiled.operations):
-            run = op._replace(
-                site=site + op.site,
-                ins=seen(op.ins),
-                outs=seen(op.outs),
-                low_ins=seen(op.low_ins),
-                low_outs=seen(op.low_outs),
-                multiplied=seen(op.multiplied),
-                tags=list(map(tag, op.tags)),
-                also=list(map(tag, op.also)),
-                eqn_count=moment.eqn_count + i,
-                loops=moment.loops,
-            )
-            tags += self.observer.observe(run)
-        outs = []
-        for slot, (low, index) in compiled.outs:
-            shadow = jax.tree.map(get, low) if self.emitter else None
-            outs.append((get(slot), Beside(shadow, tag(index))))
-        return outs, moment.eqn_count + len(compiled.operations)
+        tags = self.observer.observe(operation)
+        besides = map(Beside, shadows, tags)
+        return list(zip(outs, besides, strict=True))
 
     def scan(self, eqn, eqn_plan, body, split, moment):
         (consts, carry, xs), eqn_count = split, moment.eqn_count
@@ -179,6 +147,21 @@ class Run(PolicyRun):
         shadows, tags = zip(*besides, strict=True)
         shadow = _stacked(shadows) if self.emitter else None
         return _stacked(values), Beside(shadow, self.observer.stack(tags))
+
+
+def _on_host() -> Callable[[Iterable[Array | None]], list[Array | None]]:
+    """Return a function of arrays: those of numbers as `look` has them, each once."""
+    looked: dict[int, Array] = {}
+
+    def seen(arrays: Iterable[Array | None]) -> list[Array | None]:
+        return [
+            looked.setdefault(id(x), look(x))
+            if x is not None and is_floating(x)
+            else None
+            for x in arrays
+        ]
+
+    return seen
 
 
 def look(x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Which stretches of a program share one compiled program: those of equal structure."""
+"""Which jaxprs are traced or compiled once: those of equal structure."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +10,8 @@ import pytest
 from jax import lax
 
 from jmp_lite._src import compat
-from jmp_lite._src.autocast.options import resolve_rules
 from jmp_lite._src.jaxprs import control_flow
 from jmp_lite._src.jaxprs.structure import structure
-from jmp_lite._src.numerics.dry_run import measure
-from jmp_lite._src.policy import get_policy
 
 X = jnp.ones((3, 3))
 
@@ -90,23 +87,3 @@ def test_a_parameter_that_cannot_be_hashed_is_equal_to_itself_alone():
         return structure_of(lambda x: primitive.bind(x, options=options[i]), X)
 
     assert fun(0) == fun(0) != fun(1)
-
-
-def test_runs_in_both_half_dtypes_may_share_their_programs():
-    def fun(w, x):
-        return jnp.sum(jnp.tanh(x @ w) @ w)
-
-    args = ((jnp.eye(8) * 0.3, jnp.full((4, 8), 0.7)), {})
-    programs: Any = {}
-
-    def run(name, programs):
-        # With half results, the plans of both are equal.
-        policy = get_policy(f"mixed_{name}")
-        rules = resolve_rules(None, policy, jnp.dtype(name), half_results=True)
-        return measure(fun, policy, args, rules=rules, programs=programs)
-
-    shared = [run(name, programs) for name in ("float16", "bfloat16")]
-    alone = [run(name, None) for name in ("float16", "bfloat16")]
-    for a, b in zip(shared, alone, strict=True):
-        assert a.lows == b.lows and str(a.report) == str(b.report)
-    assert shared[0].lows != shared[1].lows
