@@ -354,6 +354,12 @@ def is_ref(aval: object) -> bool:
     return isinstance(aval, AbstractRef)
 
 
+def without_dead(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Return a closed jaxpr without equations whose results nothing reads."""
+    alive, _ = partial_eval_private.dce_jaxpr(open_jaxpr(closed), True, True)
+    return with_eqns(closed, alive.eqns)
+
+
 def without_refs(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a closed jaxpr of the values in its refs; refs from outside stay as is."""
     opened, consts = open_jaxpr(closed), consts_of(closed)

@@ -315,6 +315,19 @@ def test_runs_in_both_half_dtypes_share_no_program_of_the_policy():
     assert run("bfloat16") == other
 
 
+def test_what_nothing_reads_is_no_operation():
+    def fun(w, x):
+        scores = x @ w
+        is_largest = (scores == scores.max(-1, keepdims=True)).astype(jnp.float32)
+        unused = jax.jit(lambda x: (jnp.exp(x), jnp.sin(x)))(is_largest)
+        return jnp.tanh(scores) + 0 * lax.stop_gradient(unused[0]).shape[0]
+
+    report = dry_run(fun, "mixed_bfloat16")(jnp.eye(4), jnp.ones((2, 4)))
+    assert {r.primitive for r in report.rows} <= {
+        *("lhs of dot_general", "rhs of dot_general", "dot_general", "tanh", "add"),
+    }
+
+
 def test_a_loop_counts_all_of_its_iterations():
     def fun(w, xs):
         def step(h, x):
