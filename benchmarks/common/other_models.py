@@ -70,9 +70,8 @@ def _losses(loss: Callable[..., jax.Array]) -> Callable[..., Any]:
             model = make_model(sizes, dtype)
 
             def of_params(params, *batch):
-                return loss(
-                    functools.partial(model.apply, {"params": params}), *batch
-                ), ()
+                apply = functools.partial(model.apply, {"params": params})
+                return loss(apply, *batch), ()
 
             return of_params
 
@@ -100,9 +99,8 @@ def _sentences(sizes: Sizes) -> tuple[Any, ...]:
 
 
 def _codes(sizes: Sizes) -> tuple[Any, ...]:
-    return 2 * (
-        (models.zero_images(sizes), jnp.zeros((sizes["batch"], sizes["latent"]))),
-    )
+    noise = jnp.zeros((sizes["batch"], sizes["latent"]))
+    return 2 * ((models.zero_images(sizes), noise),)
 
 
 def _rays(sizes: Sizes) -> tuple[Any, ...]:
