@@ -5,6 +5,7 @@
     python -m benchmarks.programs             # into out/
     python -m benchmarks.programs --out benchmarks/results          # write them anew
     python -m benchmarks.programs --device h100 --device v5p --size full
+    python -m benchmarks.programs --device h100 --size others       # other families
     (ulimit -s unlimited; python -m benchmarks.programs --device v6e)
 
 Compiles the train steps of common/compiled_steps.py for GPUs and TPUs with neither at
@@ -41,18 +42,21 @@ from benchmarks.common.compiled_steps import (
     GRAD_AUTOCAST,
     REDUCE_FLOAT32,
     STEPS,
+    STEPS_OF_OTHERS,
     Step,
     build,
     fp8_by_rule,
 )
 from benchmarks.common.limits import Results, Row, broken_limits, growth, other_versions
 from benchmarks.common.models import SIZES
+from benchmarks.common.other_models import SIZES_OF_OTHERS
 from examples.common.progress import track
 from examples.common.results import COMMITTED
 from jmp_lite import memory
 from jmp_lite.memory import DEVICES
 
-Size = Literal["ci", "full"]
+# "others": families that have no limits, as small as those of size ci.
+Size = Literal["ci", "full", "others"]
 Device = enum.StrEnum("Device", "h100 a100 v100 v5e v5p v6e")
 DEFAULT_DEVICES = [Device.h100, Device.a100, Device.v100, Device.v5e]
 
@@ -84,8 +88,13 @@ _STEPS_OF_TPUS = [
 ]
 
 
-def steps_for(device: str) -> list[Step]:
+_SIZES = SIZES | {"others": SIZES_OF_OTHERS}
+
+
+def steps_for(device: str, size: str = "ci") -> list[Step]:
     """Return what is compiled."""
+    if size == "others":
+        return STEPS_OF_OTHERS
     return STEPS_OF.get(device, _STEPS_OF_TPUS)
 
 
@@ -102,12 +111,12 @@ def measure(step: Step, device: str, size: str, known: Row | None = None) -> Row
     Args:
       step: which.
       device: what for.
-      size: a key of `SIZES`.
+      size: a key of `_SIZES`.
       known: the row of an earlier measurement: its figures are those of the program,
         if it is the same.
     """
     mesh = memory.mesh(device, data=1 if step.layout == "one device" else 4)
-    sizes = SIZES[size][step.model]
+    sizes = _SIZES[size][step.model]
     fun, shapes = build(step, sizes, mesh)
     donated = jax.tree.leaves(shapes[:3])
     text = fun.lower(*shapes).as_text()
@@ -140,7 +149,7 @@ def figures(report: memory.StepReport) -> Row:
 
 def measure_all(device: str, size: str, known: Results) -> Results:
     """Compile every step for a device, but for those whose figures are known."""
-    steps = steps_for(device)
+    steps = steps_for(device, size)
     with ThreadPoolExecutor(max_workers=2) as pool, warnings.catch_warnings():
         # That fp8 is slow on the CPU says nothing about what is compiled for.
         warnings.filterwarnings("ignore", "Matrix products in fp8")
@@ -163,7 +172,7 @@ def read(path: Path) -> tuple[Row, Results]:
 def list_figures(results: Results) -> run.Rows:
     """Return figures as multiples of those of the step each is held against."""
     rows = []
-    for step in STEPS:
+    for step in [*STEPS, *STEPS_OF_OTHERS]:
         row = results.get(str(step))
         if row is None:
             continue
@@ -201,7 +210,7 @@ def main(
             "unlimited` in this shell first."
         )
     size, failed, here = "ci" if check else size, False, targets.versions()
-    of_all = {"size": size, **SIZES[size], "unit": "bytes", "compiled with": here}
+    of_all = {"size": size, **_SIZES[size], "unit": "bytes", "compiled with": here}
     for name in device:
         path, title = result_path(name, size), DEVICES[name].title
         if check and not path.exists():

@@ -51,6 +51,9 @@ _PROGRAMS: dict[str, str] = {
         )
         for device in ("h100", "v5e")
     },
+    "h100-compiled/programs-others": (
+        "benchmarks.programs --device h100 --size others"
+    ),
     "h100-compiled/memory": "benchmarks.memory --device h100",
     "v5e-compiled/memory": (  # to compile for a TPU takes minutes for each row
         "benchmarks.memory --device v5e --layers 2 --width 1024 --heads 8 "

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jmp_lite
 from benchmarks.common.models import MODELS, SIZES, Sizes
+from benchmarks.common.other_models import OTHERS
 from jmp_lite.memory import save_products
 
 PLAIN, BY_HAND, POLICY = "as written", "by hand", "policy"
@@ -25,12 +26,15 @@ SAVE_PRODUCTS = "grad(autocast(f)), save_products"
 REDUCE_FLOAT32 = "grad(autocast(f)), r=f32"
 
 
+_ALL = MODELS | OTHERS
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """An Adam step.
 
     Attributes:
-      model: a key of `MODELS`.
+      model: a key of `MODELS` or of `OTHERS`.
       dtype: the compute dtype, or `"fp8"`: bfloat16, with large products in fp8.
       cast: how it comes to be that.
       scaled: whether the loss is scaled, by `scale_aware`.
@@ -104,7 +108,7 @@ def _value_and_grad(step: Step, sizes: Sizes, is_tpu: bool) -> Callable[..., Any
     """Return `fun(opt_state, params, *rest) -> ((loss, kept), grads)`."""
     # What autocast does by default where JAX' backend is that device.
     autocast = functools.partial(jmp_lite.autocast, recompute=not is_tpu)
-    make_loss, _ = MODELS[step.model]
+    make_loss, _ = _ALL[step.model]
     policy = f"mixed_{step.dtype}"
     if step.cast in (PLAIN, BY_HAND):
         loss = make_loss(step.dtype, sizes)
@@ -150,7 +154,7 @@ def fp8_by_rule(step: Step, sizes: Sizes) -> int:
     """
     if step.dtype != "fp8":
         return 0
-    make_loss, make_shapes = MODELS[step.model]
+    make_loss, make_shapes = _ALL[step.model]
     grad = jax.grad(make_loss("float32", sizes), has_aux=True)
     found = []
 
@@ -180,7 +184,7 @@ def build(step: Step, sizes: Sizes, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
       `fun(params, opt_state, kept, *batch) -> params, opt_state, kept, loss`, jitted;
       shapes with shardings; the first three of them are donated.
     """
-    _, make_shapes = MODELS[step.model]
+    _, make_shapes = _ALL[step.model]
     is_tpu = mesh.devices.flat[0].platform == "tpu"
     value_and_grad = _value_and_grad(step, sizes, is_tpu)
     tx: Any = optimizer(step)
@@ -268,4 +272,8 @@ STEPS: list[Step] = [
         for family in ("conformer", "convnext", "unet3d", "dit", "gnn", "pinn")
         for cast in (BY_HAND, GRAD_AUTOCAST)
     ),
+]
+# Compiled once, of other families.
+STEPS_OF_OTHERS: list[Step] = [
+    step for family in OTHERS for step in _halves(family, BY_HAND, GRAD_AUTOCAST)
 ]

@@ -14,9 +14,11 @@ from benchmarks.common.compiled_steps import (
     POLICY,
     REDUCE_FLOAT32,
     SAVE_PRODUCTS,
+    STEPS_OF_OTHERS,
     Step,
 )
 from benchmarks.common.models import TITLES
+from benchmarks.common.other_models import TITLES_OF_OTHERS
 from benchmarks.common.run import Rows
 from benchmarks.common.storage import CHOICES, FLOAT32, HALF, SHOWN_CHOICES, Storage
 
@@ -100,6 +102,18 @@ def small_families() -> Rows:
     rows = [
         {"": TITLES[step.model]} | _over_base(found, step, *keys)
         for step in _by_autocast(found)
+    ]
+    return _worst_first(rows, _COLUMNS[_TRAFFIC], _COLUMNS[_PEAK])
+
+
+def other_families() -> Rows:
+    """Families that are compiled once, by autocast over casts by hand."""
+    found, keys = programs("h100", "others"), (_BYTES, _TRAFFIC, _PEAK, _KERNELS)
+    rows = [
+        {"": f"{TITLES_OF_OTHERS[step.model]}, {SHORT[step.dtype]}"}
+        | _over_base(found, step, *keys)
+        for step in STEPS_OF_OTHERS
+        if step.cast == GRAD_AUTOCAST
     ]
     return _worst_first(rows, _COLUMNS[_TRAFFIC], _COLUMNS[_PEAK])
 
@@ -367,6 +381,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     ),
     "families": families,
     "small_families": small_families,
+    "other_families": other_families,
     "collectives": collectives,
     "float32_gradients": float32_gradients,
     "fp8": fp8,

@@ -256,7 +256,7 @@ def llama_loss(
     half = jnp.dtype(dtype)
 
     def loss(params, tokens):
-        angles = _angles(tokens.shape[1], sizes["width"] // sizes["heads"])
+        angles = angles_of(tokens.shape[1], sizes["width"] // sizes["heads"])
 
         @around
         def layer_fn(carry, layer):
@@ -318,13 +318,13 @@ def _rms_norm(x, gain):
     return (y * gain).astype(x.dtype)
 
 
-def _angles(length, features):
+def angles_of(length, features):
     """Return what the position turns a pair of features by: `[S, features / 2]`."""
     frequencies = 10_000 ** (-jnp.arange(0, features, 2) / features)
     return jnp.arange(length)[:, None] * frequencies[None]
 
 
-def _rotate(x, angles):
+def rotate(x, angles):
     """Turn pairs of features, of heads `[B, S, K, ..., D]`, by the angles of `S`."""
     angles = jnp.expand_dims(angles, range(1, x.ndim - 2))
     sin, cos = jnp.sin(angles).astype(x.dtype), jnp.cos(angles).astype(x.dtype)
@@ -344,7 +344,7 @@ def _attention(x, layer, angles, sizes):
             ("value", (groups,)),
         )
     )
-    q, k = _rotate(q, angles), _rotate(k, angles)
+    q, k = rotate(q, angles), rotate(k, angles)
     logits = jnp.einsum("bsghd,btgd->bghst", q, k) * (width // heads) ** -0.5
     mask = jnp.tril(jnp.ones((length, length), bool))
     logits = jnp.where(mask, logits.astype(jnp.float32), -1e9)
@@ -404,7 +404,7 @@ def _resnet(sizes: Sizes, dtype: str) -> image_models.ResNet:
 
 def _transformer_shapes(sizes: Sizes) -> tuple[Any, ...]:
     params = transformer.init(sizes["layers"], sizes["width"], sizes["vocabulary"])
-    return params, (), _tokens(sizes)
+    return params, (), zero_tokens(sizes)
 
 
 def _mlp_shapes(sizes: Sizes) -> tuple[Any, ...]:
@@ -413,7 +413,7 @@ def _mlp_shapes(sizes: Sizes) -> tuple[Any, ...]:
         (jnp.zeros((n, m)), jnp.zeros(m))
         for n, m in zip(widths[:-1], widths[1:], strict=True)
     ]
-    return params, (), jnp.zeros((batch, 784)), _integers(batch)
+    return params, (), jnp.zeros((batch, 784)), integers(batch)
 
 
 def _shapes_of(make_model: MakeModel, make_batch: MakeShapes) -> MakeShapes:
@@ -427,19 +427,19 @@ def _shapes_of(make_model: MakeModel, make_batch: MakeShapes) -> MakeShapes:
     return make_shapes
 
 
-def _labelled_images(sizes: Sizes) -> tuple[Any, ...]:
-    images = _images(sizes)
-    return (images,), (images, _integers(sizes["batch"]))
+def labelled_images(sizes: Sizes) -> tuple[Any, ...]:
+    images = zero_images(sizes)
+    return (images,), (images, integers(sizes["batch"]))
 
 
 def _noisy_images(sizes: Sizes) -> tuple[Any, ...]:
-    images = noise = _images(sizes)
-    times = labels = _integers(sizes["batch"])
+    images = noise = zero_images(sizes)
+    times = labels = integers(sizes["batch"])
     given = (times, labels) if "classes" in sizes else (times,)
     return (images, *given), (images, noise, *given)
 
 
-def _images(sizes: Sizes) -> jax.Array:
+def zero_images(sizes: Sizes) -> jax.Array:
     side, channels = sizes["image"], sizes.get("channels", 3)
     return jnp.zeros((sizes["batch"], side, side, channels))
 
@@ -447,18 +447,18 @@ def _images(sizes: Sizes) -> jax.Array:
 def _speech(sizes: Sizes) -> tuple[Any, ...]:
     batch, frames = sizes["batch"], sizes["frames"]
     spectra = jnp.zeros((batch, frames, sizes["features"]))
-    return (spectra,), (spectra, _integers(batch, frames // 4))
+    return (spectra,), (spectra, integers(batch, frames // 4))
 
 
 def _volumes(sizes: Sizes) -> tuple[Any, ...]:
     shape = (sizes["batch"], *3 * [sizes["volume"]])
     volumes = jnp.zeros((*shape, 1))
-    return (volumes,), (volumes, _integers(*shape))
+    return (volumes,), (volumes, integers(*shape))
 
 
 def _graph(sizes: Sizes) -> tuple[Any, ...]:
     nodes, edges = sizes["nodes"], sizes["edges"]
-    senders = receivers = _integers(edges)
+    senders = receivers = integers(edges)
     graph = jnp.zeros((nodes, 12)), jnp.zeros((edges, 7)), senders, receivers
     return graph, (*graph, jnp.zeros((nodes, sizes["outputs"])))
 
@@ -468,7 +468,7 @@ def _points(sizes: Sizes) -> tuple[Any, ...]:
     return (times, places), (times, places, forces)
 
 
-def _integers(*shape: int) -> jax.Array:
+def integers(*shape: int) -> jax.Array:
     return jnp.zeros(shape, jnp.int32)
 
 
@@ -494,7 +494,7 @@ def _llama_shapes(sizes: Sizes) -> tuple[Any, ...]:
         "head": (width, words),
         **{f"layer_{i}": layer for i in range(sizes["layers"])},
     }
-    return transformer.zeros(params), (), _tokens(sizes)
+    return transformer.zeros(params), (), zero_tokens(sizes)
 
 
 def _scanned_llama_shapes(sizes: Sizes) -> tuple[Any, ...]:
@@ -511,15 +511,15 @@ def _lstm_shapes(sizes: Sizes) -> tuple[Any, ...]:
         "bias": (4 * width,),
         "head": (width, words),
     }
-    tokens = _tokens(sizes | {"length": sizes["steps"] + 1})
+    tokens = zero_tokens(sizes | {"length": sizes["steps"] + 1})
     return transformer.zeros(params), (), tokens
 
 
-def _tokens(sizes: Sizes) -> jax.Array:
-    return _integers(sizes["batch"], sizes["length"])
+def zero_tokens(sizes: Sizes) -> jax.Array:
+    return integers(sizes["batch"], sizes["length"])
 
 
-def _flax(
+def flax_model(
     module: Any,
     make_batch: MakeShapes,
     loss_of: Callable[[MakeModel], MakeLoss] = _loss_of,
@@ -539,19 +539,19 @@ _regression = functools.partial(_loss_of, error=_squared_error)
 MODELS: dict[str, tuple[Callable[..., Loss], MakeShapes]] = {
     "transformer": (transformer_loss, _transformer_shapes),
     "mlp": (mlp_loss, _mlp_shapes),
-    "cnn": (cnn_loss, _shapes_of(_resnet, _labelled_images)),
-    "unet": _flax(image_models.UNet, _noisy_images, _diffusion_loss),
-    "vit": _flax(image_models.ViT, _labelled_images),
+    "cnn": (cnn_loss, _shapes_of(_resnet, labelled_images)),
+    "unet": flax_model(image_models.UNet, _noisy_images, _diffusion_loss),
+    "vit": flax_model(image_models.ViT, labelled_images),
     "llama": (llama_loss, _llama_shapes),
     "moe": (llama_loss, _llama_shapes),
     "lstm": (lstm_loss, _lstm_shapes),
     "llama in a scan": (llama_loss, _scanned_llama_shapes),
-    "conformer": _flax(families.Conformer, _speech),
-    "convnext": _flax(families.ConvNeXt, _labelled_images),
-    "unet3d": _flax(families.UNet3D, _volumes),
-    "dit": _flax(families.DiT, _noisy_images, _diffusion_loss),
-    "gnn": _flax(families.MeshGraphNet, _graph, _regression),
-    "pinn": _flax(families.Field, _points, _pinn_loss),
+    "conformer": flax_model(families.Conformer, _speech),
+    "convnext": flax_model(families.ConvNeXt, labelled_images),
+    "unet3d": flax_model(families.UNet3D, _volumes),
+    "dit": flax_model(families.DiT, _noisy_images, _diffusion_loss),
+    "gnn": flax_model(families.MeshGraphNet, _graph, _regression),
+    "pinn": flax_model(families.Field, _points, _pinn_loss),
 }
 # Their names on the pages.
 TITLES = {

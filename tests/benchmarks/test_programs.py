@@ -18,11 +18,13 @@ from benchmarks.common.compiled_steps import (
     GRAD_AUTOCAST,
     REDUCE_FLOAT32,
     STEPS,
+    STEPS_OF_OTHERS,
     Step,
     build,
     fp8_by_rule,
 )
 from benchmarks.common.models import MODELS, SIZES
+from benchmarks.common.other_models import SIZES_OF_OTHERS
 from jmp_lite import explain, memory
 
 pytestmark = [
@@ -33,14 +35,15 @@ pytestmark = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("step", STEPS, ids=str)
+@pytest.mark.parametrize("step", [*STEPS, *STEPS_OF_OTHERS], ids=str)
 def test_every_step_keeps_the_dtypes_of_what_it_takes(step):
     # One device stands for all: shapes are the same.
-    fun, shapes = build(step, SIZES["ci"][step.model], memory.mesh("cpu"))
+    sizes = SIZES["ci"] | SIZES_OF_OTHERS
+    fun, shapes = build(step, sizes[step.model], memory.mesh("cpu"))
     *held, loss = fun.eval_shape(*shapes)
     assert bitwise.avals(held) == bitwise.avals(shapes[:3])
     assert loss.dtype == "float32"
-    assert str(step.base) in {str(s) for s in STEPS}
+    assert str(step.base) in {str(s) for s in [*STEPS, *STEPS_OF_OTHERS]}
 
 
 def test_a_compiled_step_has_every_figure_and_takes_over_what_is_donated(monkeypatch):
@@ -299,13 +302,19 @@ def test_the_check_passes_on_the_committed_figures_and_fails_on_more(monkeypatch
     assert "1.020×" in printed and name in printed
 
 
-@pytest.mark.parametrize("device", programs.DEFAULT_DEVICES)
-def test_committed_figures_are_those_of_the_steps_sizes_and_pins(device):
-    settings, rows = programs.read(programs.result_path(device, "ci"))
-    assert list(rows) == [str(step) for step in programs.steps_for(device)]
+@pytest.mark.parametrize(
+    ("device", "size", "sizes"),
+    [
+        *((device, "ci", SIZES["ci"]) for device in programs.DEFAULT_DEVICES),
+        ("h100", "others", SIZES_OF_OTHERS),
+    ],
+)
+def test_committed_figures_are_those_of_the_steps_sizes_and_pins(device, size, sizes):
+    settings, rows = programs.read(programs.result_path(device, size))
+    assert list(rows) == [str(step) for step in programs.steps_for(device, size)]
     assert all(row.keys() | {"program"} == _row("").keys() for row in rows.values())
     assert settings["device"] == memory.DEVICES[device].title
-    sizes = json.loads(json.dumps(SIZES["ci"]))  # lists for tuples
+    sizes = json.loads(json.dumps(sizes))  # lists for tuples
     assert {model: settings[model] for model in sizes} == sizes
     pins = dict(
         line.split("==")
@@ -315,5 +324,5 @@ def test_committed_figures_are_those_of_the_steps_sizes_and_pins(device):
     assert settings["compiled with"].keys() == pins.keys()
     for name, pin in pins.items():
         assert fnmatch.fnmatch(settings["compiled with"][name], pin)
-    assert limits.broken_limits(device, "ci", rows) == []
+    assert limits.broken_limits(device, size, rows) == []
     assert {row["step"] for row in programs.list_figures(rows)} == rows.keys()
