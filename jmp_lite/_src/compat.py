@@ -354,10 +354,9 @@ def is_ref(aval: object) -> bool:
     return isinstance(aval, AbstractRef)
 
 
-def without_dead(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Return a closed jaxpr without equations whose results nothing reads."""
-    alive, _ = partial_eval_private.dce_jaxpr(open_jaxpr(closed), True, True)
-    return with_eqns(closed, alive.eqns)
+def without_dead(jaxpr: Jaxpr) -> Jaxpr:
+    """Return an open jaxpr without equations whose results nothing reads."""
+    return partial_eval_private.dce_jaxpr(jaxpr, True, True)[0]
 
 
 def without_refs(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -68,7 +68,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} 
     "divided_by_scalar": lambda s=ONE: (X @ W) / s @ V,
     "scalar_divided": lambda s=ONE: (s / (1.0 + X @ W)) @ V,
     "maximum_of_scalar": lambda s=ONE: jnp.maximum(X @ W, s) @ V,
-    "chosen_scalar": lambda s=ONE: jax.nn.relu(jnp.where(X > 0.5, X @ W, s)) @ V,
+    "chosen_scalar": lambda s=ONE: jnp.where(X > 0.5, X @ W, s) @ V,
     "scalar_in_remat": lambda s=ONE: jax.checkpoint(lambda s: (X @ W) * s @ V)(s),
     "scalar_in_scan": lambda s=ONE: lax.map(
         lambda x: (x @ W) * s @ V, X.reshape(4, -1, WIDTH)

@@ -70,7 +70,6 @@ def trace(
     closed = jax.make_jaxpr(traced)(*arg_avals, **kwarg_avals)
     if without_refs:
         closed = compat.without_refs(closed)
-    closed = compat.without_dead(closed)
     count = len(closed.out_avals) + len(static_outs)
     out_indices = [i for i in range(count) if i not in static_outs]
 

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jmp_lite._src import compat
 from jmp_lite._src.autocast import checks, transform
 from jmp_lite._src.autocast.emit import Emitter
 from jmp_lite._src.autocast.options import OpRules, resolve_rules
+from jmp_lite._src.jaxprs.control_flow import site_eqns
 from jmp_lite._src.jaxprs.sites import sites
 from jmp_lite._src.numerics import reference
 from jmp_lite._src.numerics.lockstep import Lockstep
@@ -111,7 +113,9 @@ def measure(
     )
     plan, arrays = planned.plan, planned.traced.args
     warning = reference.check_is_float32(plan.jaxpr, caller)
-    observer = Lockstep(sites(plan.jaxpr), compute_dtype)
+    alive = set(map(id, site_eqns(compat.without_dead(plan.jaxpr).eqns)))
+    is_alive = [id(eqn) in alive for eqn in site_eqns(plan.jaxpr.eqns)]
+    observer = Lockstep(sites(plan.jaxpr), is_alive, compute_dtype)
     run = Run(observer, Emitter(planned.analyzer))
     cells = [run.cell(x, observer.tag_argument(x, i)) for i, x in enumerate(arrays)]
     outs, _ = run.run(plan.jaxpr, plan.consts, cells, plan=plan)
