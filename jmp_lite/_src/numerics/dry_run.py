@@ -113,8 +113,9 @@ def measure(
     )
     plan, arrays = planned.plan, planned.traced.args
     warning = reference.check_is_float32(plan.jaxpr, caller)
-    alive = set(map(id, site_eqns(compat.without_dead(plan.jaxpr).eqns)))
-    is_alive = [id(eqn) in alive for eqn in site_eqns(plan.jaxpr.eqns)]
+    alive = site_eqns(compat.without_dead(plan.jaxpr).eqns)
+    made = {v for eqn in alive for v in eqn.outvars}
+    is_alive = [not made.isdisjoint(e.outvars) for e in site_eqns(plan.jaxpr.eqns)]
     observer = Lockstep(sites(plan.jaxpr), is_alive, compute_dtype)
     run = Run(observer, Emitter(planned.analyzer))
     cells = [run.cell(x, observer.tag_argument(x, i)) for i, x in enumerate(arrays)]
