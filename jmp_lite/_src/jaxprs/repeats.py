@@ -71,7 +71,7 @@ def cut(jaxpr: Jaxpr, alike: Alike) -> list[Piece]:
     two layers.
     """
     eqns, keys = jaxpr.eqns, _keys(jaxpr.eqns, alike)
-    hashes = hashes_before(eqns, _LOOKS_AT)
+    hashes = _hashes_before(eqns, _LOOKS_AT)
     times = collections.Counter(key for _, key in keys)
     alone = [times[key] == 1 for _, key in keys]
     ends = [
@@ -94,13 +94,13 @@ def cut(jaxpr: Jaxpr, alike: Alike) -> list[Piece]:
     return pieces[::-1]
 
 
-def place(eqn: Eqn, _: object) -> tuple[Hashable, Sequence[Var], None]:
+def place(eqn: Eqn) -> tuple[Hashable, Sequence[Var]]:
     """Return where an equation is, as `structure` asks for it."""
-    return (name_scopes.of(eqn), sources.source_line(eqn)), (), None
+    return (name_scopes.of(eqn), sources.source_line(eqn)), ()
 
 
-def _nothing(*_: object) -> tuple[Hashable, Sequence[Var], None]:
-    return None, (), None
+def _nothing(_: Eqn) -> tuple[None, tuple[()]]:
+    return None, ()
 
 
 def _keys(eqns: Sequence[Eqn], alike: Alike) -> list[tuple[str, Hashable]]:
@@ -120,7 +120,7 @@ def _keys(eqns: Sequence[Eqn], alike: Alike) -> list[tuple[str, Hashable]]:
     return found
 
 
-def hashes_before(eqns: Sequence[Eqn], count: int) -> list[int]:
+def _hashes_before(eqns: Sequence[Eqn], count: int) -> list[int]:
     """Return for each place between equations a hash of so many before it.
 
     It is the same in each process, and so is the program.

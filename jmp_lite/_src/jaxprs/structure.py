@@ -2,20 +2,17 @@
 
 import dataclasses
 import hashlib
-import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from jmp_lite._src import compat
 from jmp_lite._src.compat import AnyJaxpr
-from jmp_lite._src.jaxprs.core import Eqn, Equations, Plan, Var
+from jmp_lite._src.jaxprs.core import Eqn, Equations, Var
 
-Decides = Callable[[Eqn, Plan], tuple[Hashable, Sequence[Var], Sequence[Any] | None]]
-"""Of an equation and its plan: what else counts, what else is read, and the sub-jaxprs
-that count in place of its parameters, None if these do."""
+Decides = Callable[[Eqn], tuple[Hashable, Sequence[Var]]]
+"""Of an equation: what else counts, and what else is read."""
 
 
 class Alike:
@@ -39,7 +36,6 @@ class Alike:
 def structure(
     jaxpr: Equations,
     decides: Decides,
-    plan: Plan = None,
     consts: Sequence[object] = (),
     alike: Alike | None = None,
 ) -> Hashable:
@@ -59,25 +55,17 @@ def structure(
         numbers[var] = len(numbers)
         return numbers[var], var.aval
 
-    def operation(eqn: Eqn, eqn_plan: Plan) -> Hashable:
-        what, also_reads, bodies = decides(eqn, eqn_plan)
-        if bodies is None:
-            inside = [
-                (key, alike(x) if alike and compat.is_jaxpr(x) else hashable(x))
-                for key, x in sorted(eqn.params.items())
-            ]
-        else:
-            plans = (eqn_plan.bodies if eqn_plan else ()) or [None] * len(bodies)
-            inside = [
-                structure(body.jaxpr, decides, body_plan, body.consts)
-                for body, body_plan in zip(bodies, plans, strict=True)
-            ]
+    def operation(eqn: Eqn) -> Hashable:
+        what, also_reads = decides(eqn)
+        inside = [
+            (key, alike(x) if alike and compat.is_jaxpr(x) else hashable(x))
+            for key, x in sorted(eqn.params.items())
+        ]
         names = map(name, (*eqn.invars, *also_reads, *eqn.outvars))
         return eqn.primitive, eqn.ctx, what, *inside, *names
 
     ins = *map(name, jaxpr.constvars), *map(constant, consts), *map(name, jaxpr.invars)
-    steps = plan.eqn_plans if plan else itertools.repeat(None)
-    operations = (*map(operation, jaxpr.eqns, steps),)
+    operations = (*map(operation, jaxpr.eqns),)
     return ins, operations, tuple(map(name, jaxpr.outvars))
 
 

@@ -21,6 +21,7 @@ from jmp_lite._src.autocast.storage import EqnPlan
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.core import Eqn, Var
 from jmp_lite._src.jaxprs.interpret import Interpreter
+from jmp_lite._src.jaxprs.repeats import Piece
 from jmp_lite._src.jaxprs.structure import structure
 
 Array: TypeAlias = jax.Array | np.ndarray
@@ -43,16 +44,6 @@ class Computed(NamedTuple):
     shadows: Sequence[Shadow | None]  # None for a result that is its own
     # Of a product in half, its operands as they are multiplied.
     multiplied: Sequence[jax.Array]
-
-
-class _Jaxpr(NamedTuple):
-    """An equation as a jaxpr, and its plan."""
-
-    eqns: tuple[Eqn]
-    eqn_plans: tuple[EqnPlan | None]
-    invars: Sequence[Var]
-    outvars: Sequence[Var]
-    constvars: tuple[()] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +112,8 @@ class PolicyRun(Interpreter):
             eqn_plan = None
         key = id(eqn), id(eqn_plan)
         if key not in self._operations:
-            jaxpr = _Jaxpr((eqn,), (eqn_plan,), eqn.invars, eqn.outvars)
-            same = structure(jaxpr, _decides, jaxpr)
+            piece = Piece(eqn.source_info, [eqn], eqn.invars, eqn.outvars)
+            same = structure(piece, functools.partial(_decides, plan=eqn_plan))
             emitter = self.emitter if eqn_plan and eqn_plan.bodies else None
             half_dtype = self.half_dtype if eqn_plan else None
             operation = _Operation(half_dtype, same, eqn, eqn_plan, emitter)
@@ -174,11 +165,11 @@ def _is_plain(plan: EqnPlan | None) -> bool:
     return plan is None or not (plan.is_changed or plan.bodies)
 
 
-def _decides(eqn: Eqn, plan: EqnPlan | None) -> tuple[Hashable, Sequence[Var], None]:
+def _decides(eqn: Eqn, plan: EqnPlan | None) -> tuple[Hashable, Sequence[Var]]:
     if plan is None:
-        return None, (), None
+        return None, ()
     what = type(plan.rule), plan.rule.decides, plan.half_in, plan.half_out
-    return (*what, plan.bounded, plan.bodies), _also_reads(eqn, plan), None
+    return (*what, plan.bounded, plan.bodies), _also_reads(eqn, plan)
 
 
 def _also_reads(eqn: Eqn, plan: EqnPlan | None) -> list[Var]:
