@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jmp_lite._src.autocast.emit import Emitter
 from jmp_lite._src.autocast.storage import EqnPlan
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.core import Eqn
@@ -22,7 +23,6 @@ from jmp_lite._src.numerics.shadows import (
     Array,
     Beside,
     Cell,
-    Emitter,
     PolicyRun,
     is_floating,
     read_by,
