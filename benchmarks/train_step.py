@@ -99,22 +99,22 @@ def start(way: Way, sizes: dict[str, Any]) -> tuple[Callable[[Any], Any], Any, i
 
 
 def measure(
-    todo: list[Way], sizes: dict[str, Any], *, rounds: int, steps: int
+    timed: list[Way], sizes: dict[str, Any], *, rounds: int, steps: int
 ) -> dict[str, dict[str, Any]]:
     """Return times and bytes of a model in each way.
 
     Args:
-      todo: the ways, float32 first.
+      timed: the ways, float32 first.
       sizes: those of the model.
       rounds: how often each way has its turn.
       steps: train steps in a turn.
     """
-    title = TITLES[todo[0].step.model]
+    title = TITLES[timed[0].step.model]
     rows, steppers, states = {}, {}, {}
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
-        started = pool.map(lambda way: start(way, sizes), todo)
-        started = track(started, f"compiling {title}", total=len(todo))
-        for name, found in zip(map(str, todo), started, strict=True):
+        started = pool.map(lambda way: start(way, sizes), timed)
+        started = track(started, f"compiling {title}", total=len(timed))
+        for name, found in zip(map(str, timed), started, strict=True):
             steppers[name], states[name], memory = found
             rows[name] = {"memory": memory}
     samples = take_turns(steppers, states, rounds=rounds, steps=steps, title=title)
@@ -177,7 +177,7 @@ def main(
     platform = jax.local_devices()[0].platform
     size, notes = ("ci", [CPU_NOTE]) if platform == "cpu" else ("full", [])
     for name in (of.replace("_", " ") for of in model):
-        sizes, todo = SIZES[size][name], ways(name, dtype, platform)
+        sizes, timed = SIZES[size][name], ways(name, dtype, platform)
         suffix = ""
         if width is not None:
             if "heads" not in sizes or "layers" not in sizes or width % HEAD:
@@ -187,9 +187,9 @@ def main(
                 )
             sizes = sizes | {"width": width, "heads": width // HEAD, "layers": 2}
             casts = (PLAIN, GRAD_AUTOCAST)
-            todo = [way for way in todo if way.step.cast in casts and str(way) != TF32]
+            timed = [x for x in timed if x.step.cast in casts and str(x) != TF32]
             suffix = f"-{width}"
-        rows = measure(todo, sizes, rounds=rounds, steps=steps)
+        rows = measure(timed, sizes, rounds=rounds, steps=steps)
         yield run.Found(
             f"train_step-{name.replace(' ', '_')}{suffix}",
             {"notes": notes, "rows": rows},

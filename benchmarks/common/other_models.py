@@ -95,12 +95,14 @@ def _tokens(sizes: Sizes) -> tuple[Any, ...]:
 
 
 def _sentences(sizes: Sizes) -> tuple[Any, ...]:
-    return 2 * (2 * (models.zero_tokens(sizes),),)
+    source = target = models.zero_tokens(sizes)
+    return (source, target), (source, target)
 
 
 def _codes(sizes: Sizes) -> tuple[Any, ...]:
     noise = jnp.zeros((sizes["batch"], sizes["latent"]))
-    return 2 * ((models.zero_images(sizes), noise),)
+    inputs = models.zero_images(sizes), noise
+    return inputs, inputs
 
 
 def _rays(sizes: Sizes) -> tuple[Any, ...]:
@@ -110,7 +112,8 @@ def _rays(sizes: Sizes) -> tuple[Any, ...]:
 
 
 def _images(sizes: Sizes) -> tuple[Any, ...]:
-    return 2 * ((models.zero_images(sizes),),)
+    images = models.zero_images(sizes)
+    return (images,), (images,)
 
 
 def _two_images(sizes: Sizes) -> tuple[Any, ...]:

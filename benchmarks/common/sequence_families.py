@@ -14,18 +14,21 @@ import jax.numpy as jnp
 from benchmarks.common.models import angles_of, rotate
 
 
-class T5(nn.Module):
+class _OfTokens(nn.Module):
+    layers: int
+    width: int
+    vocabulary: int
+    dtype: Any
+
+
+class T5(_OfTokens):
     """Encoder and decoder; biases of distances (Raffel et al., 2019, arXiv:1910.10683).
 
     Activations are gated, as in version 1.1.
     """
 
-    layers: int
-    width: int
     heads: int
     hidden: int
-    vocabulary: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, source, target):
@@ -54,15 +57,11 @@ class T5(nn.Module):
         return norm()(x)
 
 
-class Gemma(nn.Module):
+class Gemma(_OfTokens):
     """Norms of 1 + g, GeGLU, capped logits (Gemma Team, 2024, arXiv:2408.00118)."""
 
-    layers: int
-    width: int
     heads: int
     hidden: int
-    vocabulary: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, tokens):
@@ -95,14 +94,10 @@ class Gemma(nn.Module):
         return dense(self.width, axis=(-2, -1))(h)
 
 
-class Mamba(nn.Module):
+class Mamba(_OfTokens):
     """Selective state spaces (Gu and Dao, 2023, arXiv:2312.00752)."""
 
-    layers: int
-    width: int
     states: int
-    vocabulary: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, tokens):
@@ -137,18 +132,14 @@ class Mamba(nn.Module):
         return y.swapaxes(0, 1) + gain.astype(self.dtype) * x
 
 
-class GatedLinearAttention(nn.Module):
+class GatedLinearAttention(_OfTokens):
     """Attention by a state that decays (Yang et al., 2023, arXiv:2312.06635).
 
     It is computed in chunks, and a head has one gate, as in Mamba-2.
     """
 
-    layers: int
-    width: int
     heads: int
     chunk: int
-    vocabulary: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, tokens):

@@ -354,11 +354,6 @@ def is_ref(aval: object) -> bool:
     return isinstance(aval, AbstractRef)
 
 
-def without_dead(jaxpr: Jaxpr) -> Jaxpr:
-    """Return an open jaxpr without equations whose results nothing reads."""
-    return partial_eval_private.dce_jaxpr(jaxpr, True, True)[0]
-
-
 def without_refs(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a closed jaxpr of the values in its refs; refs from outside stay as is."""
     opened, consts = open_jaxpr(closed), consts_of(closed)

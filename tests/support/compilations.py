@@ -1,4 +1,4 @@
-"""Count what takes the time of a tool that runs once: what XLA compiles."""
+"""Count what takes the time of a tool that runs once: lowering, and XLA."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,17 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_COMPILED = "/jax/core/compile/backend_compile_duration"
+COMPILED = "/jax/core/compile/backend_compile_duration"
+LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[list[Any]]:
-    """Give a list that grows by one item with each compilation, from cold."""
+def counted(counts: str = COMPILED) -> Iterator[list[Any]]:
+    """Give a list that grows by one item with each compilation, from cold.
+
+    Args:
+      counts: the event that counts.
+    """
     jax.clear_caches()
     found: list[Any] = []
 
     def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
-        if event == _COMPILED:
+        if event == counts:
             found.append((duration_secs, kwargs))
 
     jax.monitoring.register_event_duration_secs_listener(listen)

@@ -68,8 +68,9 @@ class Interpreter:
     ) -> Ran:
         """Run an open jaxpr; return its outputs, and how many equations have run.
 
-        A plan has `eqn_plans`, one per equation, each with the plans `bodies` of its
-        sub-jaxprs. A moment is when it starts.
+        An equation whose results nothing reads does not run. A plan has `eqn_plans`,
+        one per equation, each with the plans `bodies` of its sub-jaxprs. A moment is
+        when it starts.
         """
         env: dict[Var, Cell] = dict(zip(jaxpr.invars, cells, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
@@ -78,12 +79,14 @@ class Interpreter:
         def read(var: Var) -> Cell:
             return self.constant(var.val, var) if compat.is_literal(var) else env[var]
 
-        site, eqn_count = first_site, moment.eqn_count
+        next_site, eqn_count = first_site, moment.eqn_count
         eqn_plans = plan.eqn_plans if plan else [None] * len(jaxpr.eqns)
         pairs = list(zip(jaxpr.eqns, eqn_plans, strict=True))
-        for (eqn, eqn_plan), last in zip(
-            pairs, self._last_used(jaxpr, pairs), strict=True
-        ):
+        last_used = self._last_used(jaxpr, pairs)
+        for (eqn, eqn_plan), last in zip(pairs, last_used, strict=True):
+            site, next_site = next_site, next_site + count_sites([eqn])
+            if last is None:
+                continue
             args = eqn, eqn_plan, site, [read(v) for v in eqn.invars]
             now = moment._replace(eqn_count=eqn_count)
             if control_flow.bodies_of(eqn) is None:
@@ -93,15 +96,20 @@ class Interpreter:
             env.update(zip(eqn.outvars, outs, strict=True))
             for var in last:
                 env.pop(var, None)
-            site += count_sites([eqn])
         return [read(v) for v in jaxpr.outvars], eqn_count
 
     def _last_used(
         self, jaxpr: Equations, pairs: Sequence[tuple[Eqn, Plan]]
-    ) -> list[set[Var]]:
-        """Return per equation what it reads or makes, and nothing behind it reads."""
+    ) -> list[set[Var] | None]:
+        """Return per equation what it reads or makes, and nothing after it reads.
+
+        None for an equation without effects whose results nothing reads.
+        """
         later, found = set(variables(jaxpr.outvars)), []
         for eqn, eqn_plan in reversed(pairs):
+            if not eqn.effects and later.isdisjoint(eqn.outvars):
+                found.append(None)
+                continue
             read = {*variables((*eqn.invars, *self.also_reads(eqn, eqn_plan)))}
             found.append({*read, *eqn.outvars} - later)
             later |= read

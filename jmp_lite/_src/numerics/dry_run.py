@@ -10,18 +10,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jmp_lite._src import compat
 from jmp_lite._src.autocast import checks, transform
 from jmp_lite._src.autocast.emit import Emitter
 from jmp_lite._src.autocast.options import OpRules, resolve_rules
-from jmp_lite._src.jaxprs.control_flow import site_eqns
 from jmp_lite._src.jaxprs.sites import sites
 from jmp_lite._src.numerics import reference
 from jmp_lite._src.numerics.lockstep import Lockstep
 from jmp_lite._src.numerics.nonfinite import NonFinite, describe
 from jmp_lite._src.numerics.report import DryRunReport
 from jmp_lite._src.numerics.runs import Run
-from jmp_lite._src.numerics.shadows import Array, is_floating
+from jmp_lite._src.numerics.shadows import Array, is_floating, values_of
 from jmp_lite._src.policy import Policy, PolicyMap
 
 
@@ -113,15 +111,13 @@ def measure(
     )
     plan, arrays = planned.plan, planned.traced.args
     warning = reference.check_is_float32(plan.jaxpr, caller)
-    alive = site_eqns(compat.without_dead(plan.jaxpr).eqns)
-    made = {v for eqn in alive for v in eqn.outvars}
-    is_alive = [not made.isdisjoint(e.outvars) for e in site_eqns(plan.jaxpr.eqns)]
-    observer = Lockstep(sites(plan.jaxpr), is_alive, compute_dtype)
+    observer = Lockstep(sites(plan.jaxpr), compute_dtype)
     run = Run(observer, Emitter(planned.analyzer))
     cells = [run.cell(x, observer.tag_argument(x, i)) for i, x in enumerate(arrays)]
     outs, _ = run.run(plan.jaxpr, plan.consts, cells, plan=plan)
     values = [x for x, _ in outs]
-    lows = run.values(plan.jaxpr.outvars, [beside.shadow for _, beside in outs])
+    shadows = [beside.shadow for _, beside in outs]
+    lows = values_of(compute_dtype, plan.jaxpr.outvars, shadows)
     origin, ranges = observer.first_nonfinite([beside.tag for _, beside in outs])
     found = describe(planned.traced, origin, ranges, args_and_kwargs)
     if found is not None:

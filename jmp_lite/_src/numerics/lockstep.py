@@ -5,7 +5,6 @@ that `autocast` would have computed. Branches and loops are those of the float32
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -56,11 +55,8 @@ class Record(NamedTuple):
 class Lockstep(Observer):
     """Compares the two runs, and records what it finds at the sites of the program."""
 
-    def __init__(
-        self, known: Sequence[Site], is_alive: Sequence[bool], low_dtype: DTypeLike
-    ):
-        # Of what nothing reads, as the derivative of a softmax's maximum, is no row.
-        self.known, self.is_alive, self.low_dtype = known, is_alive, low_dtype
+    def __init__(self, known: Sequence[Site], low_dtype: DTypeLike):
+        self.known, self.low_dtype = known, low_dtype
         self.half = str(np.dtype(low_dtype))
         self.limit = ROUNDINGS * float(jnp.finfo(low_dtype).eps)
         # Per site: of the two operands of a product that reads half, and of the result.
@@ -117,8 +113,7 @@ class Lockstep(Observer):
 
     def rows(self) -> Iterator[OpStats]:
         """Yield the statistics of each operation that has run, operands first."""
-        pairs = zip(self.known, self._records, strict=True)
-        for site, records in itertools.compress(pairs, self.is_alive):
+        for site, records in zip(self.known, self._records, strict=True):
             for name, record in zip(("lhs of ", "rhs of ", ""), records, strict=True):
                 if record is None or not record.stats.size:
                     continue

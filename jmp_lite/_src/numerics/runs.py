@@ -1,8 +1,8 @@
 """Run a jaxpr, and observe on the host every floating-point number that it computes.
 
-To compile a check after each operation takes a minute for a model of two layers. Here
-NumPy checks. Python runs loops and branches, so that each iteration is observed. The
-limits of `sites` apply.
+NumPy does the checking: compiling a check after each operation would take a minute for
+a model of two layers. Python runs loops and branches, so that each iteration is
+observed. The limits of `sites` apply.
 """
 
 import functools

@@ -54,7 +54,6 @@ class _Operation:
     key: Hashable
     eqn: Eqn = dataclasses.field(compare=False)
     eqn_plan: EqnPlan | None = dataclasses.field(compare=False)
-    emitter: Emitter | None = dataclasses.field(compare=False)  # None without bodies
 
 
 class PolicyRun(Interpreter):
@@ -64,13 +63,13 @@ class PolicyRun(Interpreter):
         self.emitter = emitter
         self.half_dtype = emitter and np.dtype(emitter.half_dtype)
         # By the identity of an equation and its plan, which are kept alive.
-        self._operations: dict[tuple[int, int], _Operation] = {}
+        self._programs: dict[tuple[int, int], Callable[..., Computed]] = {}
 
     def enter(self, eqn, eqn_plan, cells):
         if eqn_plan is None:
             return cells
         shadows = [beside.shadow for _, beside in cells]
-        read = self.values(eqn.invars, shadows).operands(eqn, eqn_plan)
+        read = values_of(self.half_dtype, eqn.invars, shadows).operands(eqn, eqn_plan)
         given = zip(eqn.invars, read, shadows, strict=True)
         entering = [
             low if compat.is_literal(v) and x is v.val else x for v, x, low in given
@@ -81,19 +80,11 @@ class PolicyRun(Interpreter):
         if eqn_plan is None:
             return cells
         shadows = [beside.shadow for _, beside in cells]
-        values = self.values(eqn.outvars, shadows)
+        values = values_of(self.half_dtype, eqn.outvars, shadows)
         if not eqn_plan.rule.is_arithmetic:
             return _with_shadows(cells, values.read(eqn.outvars, eqn_plan.half_out))
         values.write_results(eqn, eqn_plan, shadows)
         return _with_shadows(cells, values.held(eqn.outvars))
-
-    @staticmethod
-    def also_reads(eqn, eqn_plan):
-        return _also_reads(eqn, eqn_plan)
-
-    def values(self, variables: Sequence[Var], shadows: Sequence[Any]) -> Values:
-        """Return the values of variables in the policy's run, but for literals."""
-        return _values(self.half_dtype, variables, shadows)
 
     def compute(
         self,
@@ -111,31 +102,47 @@ class PolicyRun(Interpreter):
         if _is_plain(eqn_plan) and all(low is None for low in shadows):
             eqn_plan = None
         key = id(eqn), id(eqn_plan)
-        if key not in self._operations:
-            piece = Piece(eqn.source_info, [eqn], eqn.invars, eqn.outvars)
-            same = structure(piece, functools.partial(_decides, plan=eqn_plan))
-            emitter = self.emitter if eqn_plan and eqn_plan.bodies else None
-            half_dtype = self.half_dtype if eqn_plan else None
-            operation = _Operation(half_dtype, same, eqn, eqn_plan, emitter)
-            self._operations[key] = operation
-        options = tuple(compat.quick_compiler_options().items())
+        if key not in self._programs:
+            self._programs[key] = self._program(eqn, eqn_plan)
         with jax.disable_jit(False):  # under which nothing is compiled
-            return _program(options)(self._operations[key], values, shadows, also)
+            return self._programs[key](values, shadows, also)
+
+    def _program(self, eqn: Eqn, plan: EqnPlan | None) -> Callable[..., Computed]:
+        """Return what runs an equation; equal ones share what JAX has compiled."""
+        options = compat.quick_compiler_options()
+        if compat.jaxprs_of(eqn):
+            # They may hold arrays, which JAX would keep after the run.
+            run = functools.partial(_run, eqn, plan, self.half_dtype, self.emitter)
+            return jax.jit(run, compiler_options=options)
+        piece = Piece(eqn.source_info, [eqn], eqn.invars, eqn.outvars)
+        same = structure(piece, functools.partial(_decides, plan=plan))
+        operation = _Operation(self.half_dtype if plan else None, same, eqn, plan)
+        return functools.partial(_shared(tuple(options.items())), operation)
+
+    @staticmethod
+    def also_reads(eqn, eqn_plan):
+        operands = eqn_plan.rule.operands(eqn) if eqn_plan else ()
+        return [v for v in operands if all(v is not var for var in eqn.invars)]
 
 
 @functools.cache
-def _program(options: tuple[tuple[str, Any], ...]) -> Callable[..., Computed]:
-    """Return what runs an operation; equal ones share what JAX has compiled."""
-    return jax.jit(_run, static_argnums=0, compiler_options=dict(options))
+def _shared(options: tuple[tuple[str, Any], ...]) -> Callable[..., Computed]:
+    def run(operation: _Operation, *cells: Any) -> Computed:
+        eqn, plan = operation.eqn, operation.eqn_plan
+        return _run(eqn, plan, operation.half_dtype, None, *cells)
+
+    return jax.jit(run, static_argnums=0, compiler_options=dict(options))
 
 
 def _run(
-    operation: _Operation,
+    eqn: Eqn,
+    plan: EqnPlan | None,
+    half_dtype: np.dtype | None,
+    emitter: Emitter | None,
     values: Sequence[jax.Array],
     shadows: Sequence[Shadow | None],
     also: Sequence[Any],
 ) -> Computed:
-    eqn, plan, half_dtype = operation.eqn, operation.eqn_plan, operation.half_dtype
     outs = binding.bind(eqn, values)
     if plan is None and all(low is None for low in shadows):
         return Computed(outs, [None] * len(outs), [])
@@ -143,10 +150,10 @@ def _run(
     lows: list[Any] = [x if low is None else low for x, low in pairs]
     if plan is None:
         return Computed(outs, binding.bind(eqn, lows), [])
-    of_policy = _values(half_dtype, eqn.invars, lows)
-    of_policy.hold(_also_reads(eqn, plan), also)
-    if operation.emitter:
-        results = operation.emitter.run_eqn(eqn, plan, of_policy)
+    of_policy = values_of(half_dtype, eqn.invars, lows)
+    of_policy.hold(PolicyRun.also_reads(eqn, plan), also)
+    if emitter:
+        results = emitter.run_eqn(eqn, plan, of_policy)
     else:
         results = binding.call(eqn, plan.rule.run, eqn, plan, of_policy)
     multiplied = []
@@ -169,18 +176,13 @@ def _decides(eqn: Eqn, plan: EqnPlan | None) -> tuple[Hashable, Sequence[Var]]:
     if plan is None:
         return None, ()
     what = type(plan.rule), plan.rule.decides, plan.half_in, plan.half_out
-    return (*what, plan.bounded, plan.bodies), _also_reads(eqn, plan)
+    return (*what, plan.bounded), PolicyRun.also_reads(eqn, plan)
 
 
-def _also_reads(eqn: Eqn, plan: EqnPlan | None) -> list[Var]:
-    """Return what the policy's run reads of an equation beside its operands."""
-    operands = plan.rule.operands(eqn) if plan else ()
-    return [v for v in operands if all(v is not var for var in eqn.invars)]
-
-
-def _values(
+def values_of(
     half_dtype: Any, variables: Sequence[Var], shadows: Sequence[Any]
 ) -> Values:
+    """Return the values of variables in the policy's run, but for literals."""
     values = Values(half_dtype)
     pairs = zip(variables, shadows, strict=True)
     pairs = [(v, x) for v, x in pairs if not compat.is_literal(v)]
