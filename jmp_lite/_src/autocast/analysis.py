@@ -188,7 +188,8 @@ class Analyzer:
         ]
         moves = (isinstance(op.rule, rules.Arithmetic | rules.Move) for op in ops)
         carry = [jaxpr.invars[i] for i, _ in place.carry]
-        return _Described(jaxpr, ops, structure(jaxpr, moves, carry), softmaxes)
+        found = structure(jaxpr, moves, carry, _residuals(jaxpr, ops, place))
+        return _Described(jaxpr, ops, found, softmaxes)
 
     def _op(self, eqn: Eqn, place: Place, order: products.Order | None) -> Op:
         name, direction = eqn.primitive.name, place.direction.of(eqn)
@@ -307,11 +308,11 @@ class Analyzer:
             held,
             uses.of,
             described.structure,
+            place=place,
             # What the program itself computes again is left to it.
             has_segments=self.table.recomputes
             and has_gradients
             and place.enclosing is not Enclosing.RECOMPUTATION,
-            is_in_loop=place.enclosing is Enclosing.LOOP,
         )
         arranged = search.run(lambda i: self._in_half(described.ops[i], body))
         outs = [
@@ -348,6 +349,14 @@ class Analyzer:
         if not compat.is_literal(var):
             return held[var]
         return of_constant(var.val, self.compute_dtype) if core.is_f32(var) else OTHER
+
+
+def _residuals(jaxpr: Jaxpr, ops: Sequence[Op], place: Place) -> set[Var]:
+    """Return what the forward pass makes and the backward pass alone reads."""
+    forward = [op.eqn for op in ops if op.direction is not Direction.BACKWARD]
+    of = (v for k, v in enumerate(jaxpr.outvars) if k not in place.residuals)
+    read = {*core.variables((*of, *(v for eqn in forward for v in eqn.invars)))}
+    return {v for eqn in forward for v in eqn.outvars} - read
 
 
 def _linear_results(op: Op, outs: Sequence[Held], body: Body) -> list[Var]:

@@ -65,7 +65,13 @@ class Body(NamedTuple):
 
     def inside(self, op: Op, sub: SubJaxpr) -> Place:
         """Return where a jaxpr of an equation is."""
-        return self.place.inside(op.eqn, sub)
+        residuals = tuple(
+            k
+            for k, i in enumerate(sub.results)
+            if i is not None and k not in sub.fixed_out
+            if op.eqn.outvars[i] in self.structure.residuals
+        )
+        return self.place.inside(op.eqn, sub)._replace(residuals=residuals)
 
 
 Decision = tuple[EqnPlan, Sequence[Held]]

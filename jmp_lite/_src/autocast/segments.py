@@ -43,9 +43,12 @@ from jmp_lite._src.autocast.storage import (
     HALF,
     INPUT,
     OTHER,
+    Direction,
+    Enclosing,
     EqnPlan,
     Held,
     Part,
+    Place,
     Segment,
 )
 from jmp_lite._src.jaxprs import core, name_scopes
@@ -78,19 +81,22 @@ class Search:
         uses: Mapping[Var, int],
         structure: Structure,
         *,
+        place: Place,
         has_segments: bool,
-        is_in_loop: bool,
     ):
         self.jaxpr, self.eqns, self.plans = jaxpr, jaxpr.eqns, list(plans)
         self.held, self.structure = held, structure
         # What is returned has no use if the caller does not read it.
         self.uses = defaultdict(int, uses)
-        self.has_segments, self.is_in_loop = has_segments, is_in_loop
+        self.has_segments = has_segments
+        self.is_in_loop = place.enclosing is Enclosing.LOOP
         self.made_by: dict[Var, int] = {
             v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars
         }
         self.readers: dict[Var, list[int]] = defaultdict(list)
         self.returned = set(variables(jaxpr.outvars))
+        # What the backward pass alone reads of it.
+        self.residuals = set(variables(jaxpr.outvars[k] for k in place.residuals))
         self.is_alive = self._find_alive()
         self.differentiated = sums.find_differentiated(jaxpr)
         # What is computed from products, and not from parameters alone.
@@ -103,8 +109,9 @@ class Search:
                 self.computed.update(eqn.outvars)
             for v in operands if self.is_alive[i] else ():
                 self.readers[v].append(i)
+        around = place.direction is Direction.BACKWARD
         stacks = map(name_scopes.of, self.eqns)
-        self.is_backward = [name_scopes.is_backward(stack, False) for stack in stacks]
+        self.is_backward = [name_scopes.is_backward(stack, around) for stack in stacks]
         self.level = [0] * len(self.eqns)
         self.is_inside = [False] * len(self.eqns)
         # Sums that are stored: what reads them is of another segment.
@@ -113,6 +120,8 @@ class Search:
     def run(self, in_half: Callable[[int], EqnPlan]) -> Arranged:
         """Arrange the jaxpr; `in_half` plans an equation that runs in half as it is."""
         constant = without_gradients(self.eqns)
+        self.continued = self._find_continued()
+        self.of_loss = self._find_of_loss() if self.residuals else set[Var]()
         self._find_levels()
         self.cut = self._stored_sums()
         if self.cut:
@@ -268,7 +277,7 @@ class Search:
             return False
         if var not in self.returned and all(self._runs_beside(var, r) for r in readers):
             return False
-        if self._is_of_softmax(var):
+        if self._is_of_softmax(var) or var in self.of_loss:
             return False
         if self.held[var] == HALF or use & Use.DTYPE == Use.HALF:
             return True
@@ -301,7 +310,7 @@ class Search:
         What reads them starts from the sum, and the backward pass keeps one array, not
         its terms. Of a sum of sums, the last one is stored.
         """
-        found, continued = set[Var](), self._find_continued()
+        found = set[Var]()
         terms: dict[Var, frozenset[Var] | None] = {}  # None if it is no sum
         for i, eqn in enumerate(self.eqns):
             if not self.is_inside[i]:
@@ -313,7 +322,7 @@ class Search:
             is_of_norm = self._adds_row(eqn) and self._has_statistics(out)
             if not of_eqn or len(of_eqn) < 2 - is_of_norm or self.held[out] != HALF:
                 continue
-            if not (adds(eqn) or is_exact(eqn)) or out not in continued:
+            if not (adds(eqn) or is_exact(eqn)) or out not in self.continued:
                 continue
             goes_on = len(readers) == 1 and (adds(readers[0]) or is_exact(readers[0]))
             if not self.uses[out] & (Use.DIGITS | Use.RETURNED) and not goes_on:
@@ -326,7 +335,7 @@ class Search:
 
         The last sum of a loss is of neither, though a product may read its gradient.
         """
-        by_products, returned = set[Var](), set(self.returned)
+        by_products, returned = set[Var](), self.returned - self.residuals
         for i, eqn in reversed([*enumerate(self.eqns)]):
             operands = [v for v in variables(eqn.invars) if not self._crosses(v, i)]
             has_products = any(body.has_products for body in self.plans[i].bodies)
@@ -336,6 +345,23 @@ class Search:
             if not is_reduction(eqn) and not returned.isdisjoint(eqn.outvars):
                 returned.update(operands)
         return by_products | returned
+
+    def _find_of_loss(self) -> set[Var]:
+        """Return what is kept for the backward pass of what is behind all products.
+
+        There, what the gradients of a norm have in common is taken off.
+        """
+        needed, behind = self.returned - self.residuals, set[Var]()
+        for eqn in reversed(self.eqns):
+            if eqn.effects or not needed.isdisjoint(eqn.outvars):
+                needed.update(variables(eqn.invars))
+        for i, eqn in enumerate(self.eqns):
+            if self.is_backward[i]:
+                continue
+            of_loss = {v for v in eqn.outvars if v in needed} - self.continued
+            if of_loss or not behind.isdisjoint(variables(eqn.invars)):
+                behind.update(eqn.outvars)
+        return behind & self.residuals
 
     def _crosses(self, var: Var, reader: int) -> bool:
         """Return whether the forward pass makes what the backward pass reads."""

@@ -134,6 +134,7 @@ class Place(NamedTuple):
     enclosing: Enclosing = Enclosing.NOTHING
     # The inputs that a loop carries, and the outputs that they are next.
     carry: tuple[tuple[int, int], ...] = ()
+    residuals: tuple[int, ...] = ()  # the outputs that the backward pass alone reads
 
     def inside(self, eqn: Eqn, sub: SubJaxpr) -> "Place":
         """Return where a jaxpr of an equation is."""
