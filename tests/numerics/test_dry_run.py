@@ -79,7 +79,7 @@ def _cases() -> list[Any]:
             for of in ("values", "gradient"):
                 if of == "gradient" and "grad_outside" in program.without:
                     continue
-                is_short = i % 6 == k if of == "values" else i % 12 == 3 * k
+                is_short = i % 6 == k if of == "values" else i % 12 == 3 * k + 1
                 marks = [pytest.mark.standard_promotion] * program.third_party
                 marks += [pytest.mark.full] * (not is_short)
                 name = f"{program.name}-{half}-{of}"

@@ -37,3 +37,17 @@ def test_one_case_of_each_kind_is_left() -> None:
     kept = [x["half"] for x in left(objects, "half")]
     objects["x"] = [object() for _ in sizes]
     assert kept == [x["half"] for x in left(objects, "half")] and len(kept) == 6
+
+
+def test_every_other_case_is_left_and_each_test() -> None:
+    cases = []
+    for name in ("test_f[a]", "test_f[b]", "test_g[a]", "test_f[c]", "test_h"):
+        case: Any = types.SimpleNamespace(nodeid=name, added=[])
+        case.callspec = None
+        if "[" not in name:
+            del case.callspec
+        case.get_closest_marker = lambda marker: None
+        case.add_marker = case.added.append
+        cases.append(case)
+    thinning.mark_every_other(cases)
+    assert [case.nodeid for case in cases if case.added] == ["test_f[b]"]

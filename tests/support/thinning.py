@@ -10,6 +10,18 @@ import pytest
 _PLAIN = (str, int, float, bool, type(None))
 
 
+def mark_every_other(items: Sequence[pytest.Item]) -> None:
+    """Mark every other case of a parametrised test as `full`, from the second on."""
+    count = collections.Counter[str]()
+    for item in items:
+        if not hasattr(item, "callspec") or item.get_closest_marker("full"):
+            continue
+        function = item.nodeid.partition("[")[0]
+        if count[function] % 2:
+            item.add_marker("full")
+        count[function] += 1
+
+
 def mark_all_but_one(items: Sequence[pytest.Item], turn: int = 0) -> None:
     """Mark tests as `full`, by their marker `one_of`.
 
