@@ -57,11 +57,13 @@ def update_of_blocks(mm, w):
     return mm(h - first, V)
 
 
+def _normalized(h):
+    return (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-3)
+
+
 def _squared_error(mm, w, x):
     """The loss of a norm, whose gradient takes off what targets have in common."""
-    h = mm(x, w)
-    h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-3)
-    return jnp.mean((h - (2 * x + 1000)) ** 2)
+    return jnp.mean((_normalized(mm(x, w)) - (2 * x + 1000)) ** 2)
 
 
 def far_targets(mm, w):
@@ -84,6 +86,18 @@ def far_targets_in_checkpoint(mm, w):
     return jax.checkpoint(far_targets, static_argnums=0)(mm, w)
 
 
+def far_targets_in_checkpointed_scan(mm, w):
+    """JAX takes what all iterations share out of the loop, and keeps it."""
+    steps = jax.checkpoint(
+        lambda w: lax.scan(lambda c, _: (c + far_targets(mm, w), None), 0.0, length=2)
+    )
+    return steps(w)[0]
+
+
+def far_targets_of_a_jitted_model(mm, w):
+    return jnp.mean((jax.jit(lambda w: _normalized(mm(X, w)))(w) - (2 * X + 1000)) ** 2)
+
+
 def far_targets_in_steps(mm, w):
     def step(total, x):
         return total + _squared_error(mm, w, x), None
@@ -93,9 +107,7 @@ def far_targets_in_steps(mm, w):
 
 def deviation_of_a_norm(mm, w):
     """What `jnp.var` chooses is no activation: nothing is rounded for its gradient."""
-    h = mm(X, w)
-    h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-3)
-    return jnp.mean(jnp.sqrt(jnp.var(h, -1) + 1e-3))
+    return jnp.mean(jnp.sqrt(jnp.var(_normalized(mm(X, w)), -1) + 1e-3))
 
 
 def gates(mm: Any, w: Any) -> Any:
@@ -173,6 +185,8 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "far_targets_in_jit": far_targets_in_jit,
     "far_targets_in_checkpoint": far_targets_in_checkpoint,
     "far_targets_in_steps": far_targets_in_steps,
+    "far_targets_in_checkpointed_scan": far_targets_in_checkpointed_scan,
+    "far_targets_of_a_jitted_model": far_targets_of_a_jitted_model,
 }
 
 

@@ -34,12 +34,13 @@ class Op(NamedTuple):
 class Program(NamedTuple):
     """A random program: its operations, in order, and a key of `REDUCTIONS`.
 
-    With `one_sign`, all arguments are positive.
+    With `one_sign`, all arguments are positive. `around` is a key of `AROUND`.
     """
 
     ops: tuple[Op, ...]
     reduction: str = "mean"
     one_sign: bool = False
+    around: str = "nothing"
 
     @property
     def has_gradient(self) -> bool:
@@ -130,9 +131,35 @@ def run(
     program: Program, args: dict[str, Any], arithmetic: Arithmetic = Arithmetic()
 ) -> Any:
     """Return the loss that a program computes, of what `arguments` returns."""
-    context = Context(args, (), arithmetic)
-    h = context.run(program.ops, args["x"])
-    return REDUCTIONS[program.reduction](context, h)
+
+    def loss(args):
+        context = Context(args, (), arithmetic)
+        h = context.run(program.ops, args["x"])
+        return REDUCTIONS[program.reduction](context, h)
+
+    return AROUND[program.around](loss)(args)
+
+
+def _in_scan(loss):
+    """Return the mean loss of two batches, of which one is the other, turned."""
+
+    def of_batches(args):
+        def step(total, x):
+            return total + loss({**args, "x": x}), None
+
+        batches = jnp.stack([args["x"], args["x"][::-1]])
+        return lax.scan(step, jnp.zeros_like(args["scalar"]), batches)[0] / 2
+
+    return of_batches
+
+
+# What a whole program, with its loss, is in.
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda loss: loss,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "scan": _in_scan,
+}
 
 
 # Products.
@@ -472,4 +499,5 @@ def programs(draw: Any, max_ops: int = 7) -> Program:
     ops = [draw(_ANY) for _ in range(draw(st.integers(0, max_ops - 1)))]
     ops.insert(draw(st.integers(0, len(ops))), draw(_PRODUCTS))
     reduction = draw(st.sampled_from(sorted(REDUCTIONS)))
-    return Program(tuple(ops), reduction, draw(st.booleans()))
+    around = draw(st.sampled_from(sorted(AROUND)))
+    return Program(tuple(ops), reduction, draw(st.booleans()), around)

@@ -38,6 +38,7 @@ from jax.typing import DTypeLike
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import arithmetic, half_calls, products, rules, segments
 from jmp_lite._src.autocast.digits import Structure, Use, structure
+from jmp_lite._src.autocast.ends import find_ends
 from jmp_lite._src.autocast.options import OpRules, Regions
 from jmp_lite._src.autocast.rules import Body, Op
 from jmp_lite._src.autocast.storage import (
@@ -48,6 +49,7 @@ from jmp_lite._src.autocast.storage import (
     OTHER,
     Direction,
     Enclosing,
+    Ends,
     EqnPlan,
     Held,
     Place,
@@ -75,6 +77,7 @@ class _Described(NamedTuple):
     jaxpr: Jaxpr  # which is kept, and so its id
     ops: list[Op]
     structure: Structure
+    ends: Ends
     softmaxes: dict[int, products.Softmax]
 
 
@@ -188,8 +191,8 @@ class Analyzer:
         ]
         moves = (isinstance(op.rule, rules.Arithmetic | rules.Move) for op in ops)
         carry = [jaxpr.invars[i] for i, _ in place.carry]
-        found = structure(jaxpr, moves, carry, _residuals(jaxpr, ops, place))
-        return _Described(jaxpr, ops, found, softmaxes)
+        found = structure(jaxpr, moves, carry)
+        return _Described(jaxpr, ops, found, find_ends(jaxpr, ops, place), softmaxes)
 
     def _op(self, eqn: Eqn, place: Place, order: products.Order | None) -> Op:
         name, direction = eqn.primitive.name, place.direction.of(eqn)
@@ -259,7 +262,10 @@ class Analyzer:
                     of[var] = of.get(var, 0) | use
 
         note(described.jaxpr.outvars, uses)
-        body, softmaxes = Body(self, place, described.structure, {}, set()), []
+        body, softmaxes = (
+            Body(self, place, described.structure, described.ends, {}, set()),
+            [],
+        )
         for index in reversed(range(len(described.ops))):
             op = described.ops[index]
             results = [of.get(v, 0) for v in op.eqn.outvars]
@@ -286,7 +292,7 @@ class Analyzer:
         for var, given in zip(jaxpr.invars, ins, strict=True):
             held[var] = given if core.is_f32(var) else OTHER
         linear = {v for v, of in held.items() if of == HALF}
-        body = Body(self, place, described.structure, held, linear)
+        body = Body(self, place, described.structure, described.ends, held, linear)
         plans: list[EqnPlan] = []
         for index, op in enumerate(described.ops):
             eqn = op.eqn
@@ -308,6 +314,7 @@ class Analyzer:
             held,
             uses.of,
             described.structure,
+            described.ends,
             place=place,
             # What the program itself computes again is left to it.
             has_segments=self.table.recomputes
@@ -349,14 +356,6 @@ class Analyzer:
         if not compat.is_literal(var):
             return held[var]
         return of_constant(var.val, self.compute_dtype) if core.is_f32(var) else OTHER
-
-
-def _residuals(jaxpr: Jaxpr, ops: Sequence[Op], place: Place) -> set[Var]:
-    """Return what the forward pass makes and the backward pass alone reads."""
-    forward = [op.eqn for op in ops if op.direction is not Direction.BACKWARD]
-    of = (v for k, v in enumerate(jaxpr.outvars) if k not in place.residuals)
-    read = {*core.variables((*of, *(v for eqn in forward for v in eqn.invars)))}
-    return {v for eqn in forward for v in eqn.outvars} - read
 
 
 def _linear_results(op: Op, outs: Sequence[Held], body: Body) -> list[Var]:

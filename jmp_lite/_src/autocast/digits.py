@@ -64,7 +64,6 @@ class Structure(NamedTuple):
     carried: set[Var]  # sums and multiples of what a loop carries
     inputs: frozenset[Var]
     products: set[Var]  # made of the result of a product
-    residuals: set[Var]  # made in the forward pass, and read in the backward pass alone
 
     def origins_of(self, variables: Iterable[Var]) -> int:
         """Return of what some variables are computed: bits."""
@@ -102,10 +101,7 @@ def _moved_from(var: Var, made_by: Mapping[Var, Eqn]) -> Var:
 
 
 def structure(
-    jaxpr: Jaxpr,
-    is_arithmetic: Iterable[bool],
-    carry: Sequence[Var],
-    residuals: set[Var],
+    jaxpr: Jaxpr, is_arithmetic: Iterable[bool], carry: Sequence[Var]
 ) -> Structure:
     """Return the structure of a jaxpr; per equation, whether it is arithmetic or moves.
 
@@ -115,9 +111,7 @@ def structure(
     inputs = *jaxpr.constvars, *jaxpr.invars
     origins: dict[Var, int] = {v: 1 << next(count) for v in inputs}
     carried = set(filter(core.is_f32, carry))
-    found = Structure(
-        {}, origins, set(), set(), {}, carried, frozenset(inputs), set(), residuals
-    )
+    found = Structure({}, origins, set(), set(), {}, carried, frozenset(inputs), set())
     for eqn, arithmetic in zip(jaxpr.eqns, is_arithmetic, strict=True):
         found.made_by.update(dict.fromkeys(eqn.outvars, eqn))
         is_made = not found.products.isdisjoint(variables(eqn.invars))

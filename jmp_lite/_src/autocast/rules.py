@@ -24,6 +24,7 @@ from jmp_lite._src.autocast.storage import (
     INPUT,
     OTHER,
     Direction,
+    Ends,
     EqnPlan,
     Held,
     Place,
@@ -56,6 +57,7 @@ class Body(NamedTuple):
     analyzer: Any  # `analysis.Analyzer`
     place: Place
     structure: Structure
+    ends: Ends
     held: dict[Var, Held]
     linear: set[Var]  # sums and multiples of what is stored in half
 
@@ -65,13 +67,16 @@ class Body(NamedTuple):
 
     def inside(self, op: Op, sub: SubJaxpr) -> Place:
         """Return where a jaxpr of an equation is."""
-        residuals = tuple(
-            k
+        of_outputs = {
+            k: op.eqn.outvars[i]
             for k, i in enumerate(sub.results)
             if i is not None and k not in sub.fixed_out
-            if op.eqn.outvars[i] in self.structure.residuals
+        }
+        continued, residuals, _ = self.ends
+        return self.place.inside(op.eqn, sub)._replace(
+            ends=frozenset(k for k, v in of_outputs.items() if v not in continued),
+            residuals=frozenset(k for k, v in of_outputs.items() if v in residuals),
         )
-        return self.place.inside(op.eqn, sub)._replace(residuals=residuals)
 
 
 Decision = tuple[EqnPlan, Sequence[Held]]
@@ -431,7 +436,9 @@ class SubJaxprs(Rule):
         read = self.reads(op, uses, body)
         castable = {sub.operands[k] for sub in op.bodies for k in sub.casts_in}
         for i, held in enumerate(ins):
-            if held == HALF and read[i] & Use.DIGITS:
+            if held == HALF and (
+                read[i] & Use.DIGITS or eqn.invars[i] in body.ends.kept
+            ):
                 ins[i] = FLOAT32
             elif read[i] == Use.HALF and i in castable and held in (INPUT, FLOAT32):
                 ins[i] = HALF

@@ -45,6 +45,7 @@ from jmp_lite._src.autocast.storage import (
     OTHER,
     Direction,
     Enclosing,
+    Ends,
     EqnPlan,
     Held,
     Part,
@@ -80,12 +81,13 @@ class Search:
         held: Mapping[Var, Held],
         uses: Mapping[Var, int],
         structure: Structure,
+        ends: Ends,
         *,
         place: Place,
         has_segments: bool,
     ):
         self.jaxpr, self.eqns, self.plans = jaxpr, jaxpr.eqns, list(plans)
-        self.held, self.structure = held, structure
+        self.held, self.structure, self.ends = held, structure, ends
         # What is returned has no use if the caller does not read it.
         self.uses = defaultdict(int, uses)
         self.has_segments = has_segments
@@ -95,8 +97,6 @@ class Search:
         }
         self.readers: dict[Var, list[int]] = defaultdict(list)
         self.returned = set(variables(jaxpr.outvars))
-        # What the backward pass alone reads of it.
-        self.residuals = set(variables(jaxpr.outvars[k] for k in place.residuals))
         self.is_alive = self._find_alive()
         self.differentiated = sums.find_differentiated(jaxpr)
         # What is computed from products, and not from parameters alone.
@@ -120,8 +120,6 @@ class Search:
     def run(self, in_half: Callable[[int], EqnPlan]) -> Arranged:
         """Arrange the jaxpr; `in_half` plans an equation that runs in half as it is."""
         constant = without_gradients(self.eqns)
-        self.continued = self._find_continued()
-        self.of_loss = self._find_of_loss() if self.residuals else set[Var]()
         self._find_levels()
         self.cut = self._stored_sums()
         if self.cut:
@@ -277,7 +275,7 @@ class Search:
             return False
         if var not in self.returned and all(self._runs_beside(var, r) for r in readers):
             return False
-        if self._is_of_softmax(var) or var in self.of_loss:
+        if self._is_of_softmax(var) or var in self.ends.kept:
             return False
         if self.held[var] == HALF or use & Use.DTYPE == Use.HALF:
             return True
@@ -322,46 +320,13 @@ class Search:
             is_of_norm = self._adds_row(eqn) and self._has_statistics(out)
             if not of_eqn or len(of_eqn) < 2 - is_of_norm or self.held[out] != HALF:
                 continue
-            if not (adds(eqn) or is_exact(eqn)) or out not in self.continued:
+            if not (adds(eqn) or is_exact(eqn)) or out not in self.ends.continued:
                 continue
             goes_on = len(readers) == 1 and (adds(readers[0]) or is_exact(readers[0]))
             if not self.uses[out] & (Use.DIGITS | Use.RETURNED) and not goes_on:
                 found.add(out)
                 terms[out] = frozenset([out])
         return found
-
-    def _find_continued(self) -> set[Var]:
-        """Return what products are computed of, or arrays that are returned.
-
-        The last sum of a loss is of neither, though a product may read its gradient.
-        """
-        by_products, returned = set[Var](), self.returned - self.residuals
-        for i, eqn in reversed([*enumerate(self.eqns)]):
-            operands = [v for v in variables(eqn.invars) if not self._crosses(v, i)]
-            has_products = any(body.has_products for body in self.plans[i].bodies)
-            is_source = self.plans[i].rule.is_source or has_products
-            if is_source or not by_products.isdisjoint(eqn.outvars):
-                by_products.update(operands)
-            if not is_reduction(eqn) and not returned.isdisjoint(eqn.outvars):
-                returned.update(operands)
-        return by_products | returned
-
-    def _find_of_loss(self) -> set[Var]:
-        """Return what is kept for the backward pass of what is behind all products.
-
-        There, what the gradients of a norm have in common is taken off.
-        """
-        needed, behind = self.returned - self.residuals, set[Var]()
-        for eqn in reversed(self.eqns):
-            if eqn.effects or not needed.isdisjoint(eqn.outvars):
-                needed.update(variables(eqn.invars))
-        for i, eqn in enumerate(self.eqns):
-            if self.is_backward[i]:
-                continue
-            of_loss = {v for v in eqn.outvars if v in needed} - self.continued
-            if of_loss or not behind.isdisjoint(variables(eqn.invars)):
-                behind.update(eqn.outvars)
-        return behind & self.residuals
 
     def _crosses(self, var: Var, reader: int) -> bool:
         """Return whether the forward pass makes what the backward pass reads."""

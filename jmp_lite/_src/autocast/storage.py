@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -126,6 +126,14 @@ class Enclosing(enum.Enum):
         return Enclosing.LOOP if name in LOOPS else self
 
 
+class Ends(NamedTuple):
+    """Where the values of a jaxpr end."""
+
+    continued: Set[Var]  # in a product of the same pass, or in an array as a result
+    residuals: Set[Var]  # in the backward pass alone, of the forward pass
+    kept: Set[Var]  # in what the backward pass of a loss reads, in a jaxpr of its own
+
+
 class Place(NamedTuple):
     """Where a jaxpr is, and what is known of its inputs."""
 
@@ -134,7 +142,9 @@ class Place(NamedTuple):
     enclosing: Enclosing = Enclosing.NOTHING
     # The inputs that a loop carries, and the outputs that they are next.
     carry: tuple[tuple[int, int], ...] = ()
-    residuals: tuple[int, ...] = ()  # the outputs that the backward pass alone reads
+    # Of its outputs, which are not `continued` around it, and which are `residuals`.
+    ends: frozenset[int] = frozenset()
+    residuals: frozenset[int] = frozenset()
 
     def inside(self, eqn: Eqn, sub: SubJaxpr) -> "Place":
         """Return where a jaxpr of an equation is."""
