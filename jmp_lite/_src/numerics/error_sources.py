@@ -35,11 +35,6 @@ class Tag(NamedTuple):
     backward: bool  # whether it is of the backward pass
     origin: Array  # of its non-finite numbers in the float32 run
 
-    @property
-    def rank(self) -> tuple[float, int]:
-        """The key to find the worst of several."""
-        return self.error, self.source
-
 
 def find_source(
     op: Operation,
@@ -57,7 +52,7 @@ def find_source(
     rounded = [tag for tag in operands if tag.source >= 0]
     if not rounded:
         return op.site if low is not full and _rounds(op, low) else -1
-    worst = max(rounded, key=lambda tag: tag.rank)
+    worst = max(rounded, key=lambda tag: (tag.error, tag.source))
     if added_error > limit and worst.error <= limit:
         return _find_by_repeating(op, full, low, operands, worst)
     if _rounds(op, low) and worst.error <= limit:

@@ -69,7 +69,7 @@ class Lockstep(Observer):
         for i, low in enumerate(op.multiplied):
             if op.ins[i] is not None:
                 operands[i] = self._read(op, i, low)
-        worst = max(operands, key=lambda tag: tag.rank, default=_NO_ERROR)
+        worst = max(operands, key=lambda x: (x.error, x.source), default=_NO_ERROR)
         backward = self.known[op.site].direction == "backward"
         is_half = op.eqn_plan is not None and any(op.eqn_plan.half_out)
         dtype = self.half if is_half else ""

@@ -99,7 +99,8 @@ class PolicyRun(Interpreter):
         `shadows` are None for operands that are their own, `also` what the policy's run
         reads beside them.
         """
-        if _is_plain(eqn_plan) and all(low is None for low in shadows):
+        is_changed = eqn_plan and (eqn_plan.is_changed or eqn_plan.bodies)
+        if not is_changed and all(low is None for low in shadows):
             eqn_plan = None
         key = id(eqn), id(eqn_plan)
         if key not in self._programs:
@@ -165,11 +166,6 @@ def _run(
                 multiplied.append(x.astype(half_dtype))
     of_policy.write_results(eqn, plan, results)
     return Computed(outs, of_policy.held(eqn.outvars), multiplied)
-
-
-def _is_plain(plan: EqnPlan | None) -> bool:
-    """Return whether an equation runs as it is written."""
-    return plan is None or not (plan.is_changed or plan.bodies)
 
 
 def _decides(eqn: Eqn, plan: EqnPlan | None) -> tuple[Hashable, Sequence[Var]]:
