@@ -92,8 +92,6 @@ def _find_by_repeating(
     wanted = 0.5 * min(error_on_host(np.asarray(low), np.asarray(full)), 2.0)
     if not error_with(are_rounded) >= wanted:
         return op.site
-    if sum(are_rounded) == 1:
-        return worst.source
     return max(
         (error_with([j == i for j in range(len(operands))]), tag.source)
         for i, tag in enumerate(operands)
