@@ -74,8 +74,8 @@ def run(fun: Any, *args: Any) -> tuple[Any, list[int], list[list[tuple[int, ...]
     counter = _Counter(len(sites(jaxpr)))
     runner = Run(counter)
     outs, _ = runner.run(jaxpr, consts, [runner.cell(x, 0) for x in traced.args])
-    result = traced.restore([x for x, _ in outs])
-    return result, [beside.tag for _, beside in outs], counter.ran
+    result = traced.restore([cell.value for cell in outs])
+    return result, [cell.tag for cell in outs], counter.ran
 
 
 def sites_of(fun: Any, *args: Any) -> list[Site]:

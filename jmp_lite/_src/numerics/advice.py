@@ -234,13 +234,14 @@ class _Turn:
     measured: Measured
     policy: Policy | PolicyMap
     scale: float  # the loss scale that it ran with
+    gradients: list[OpStats]  # those in half that it has scaled
     fitting: float  # the one that fits its gradients
     faults: list[Fault]
 
 
 @dataclasses.dataclass
 class _Search:
-    """The search for a policy and a loss scale. `run` fills the last three fields."""
+    """The search for a policy and a loss scale. `run` fills the last two fields."""
 
     # What a dry run runs, of the loss scale.
     step_of: Callable[[float], Callable[..., Any]]
@@ -287,8 +288,7 @@ class _Search:
             without = self._turn(turn.scale, others)
             if len(without.faults) <= len(turn.faults):
                 turn, why = without, others
-        gradients = self._gradients(turn.measured.report, turn.scale)
-        loss_scale, reason = _as_loss_scale(gradients, turn.scale, self.dtype)
+        loss_scale, reason = _as_loss_scale(turn.gradients, turn.scale, self.dtype)
         # The worst of those that one remedy repairs, as both operands of a product.
         left = {x.remedy(): x.left() for x in reversed(turn.faults)}
         advice = Advice(
@@ -325,13 +325,8 @@ class _Search:
 
     def _turn(self, scale: float, layers: dict[str, str]) -> _Turn:
         """Return a dry run with `layers` in float32."""
-        policy = self._with_rules(layers)
-        measured = measure(
-            self.step_of(scale),
-            policy,
-            self.args_and_kwargs,
-            caller="advise",
-        )
+        step, policy = self.step_of(scale), self._with_rules(layers)
+        measured = measure(step, policy, self.args_and_kwargs, caller="advise")
         gradients = self._gradients(measured.report, scale)
         fitting = _fitting_scale(gradients, scale, self.dtype)
         if self.previous:
@@ -344,7 +339,7 @@ class _Search:
             for fault in find_faults(measured.report, set(layers), headroom)
             if fault.row.direction == "forward" or fitting == scale
         ]
-        return _Turn(measured, policy, scale, fitting, faults)
+        return _Turn(measured, policy, scale, gradients, fitting, faults)
 
     def _with_rules(self, layers: Collection[str]) -> Policy | PolicyMap:
         """Return a policy with rules for layers: float32, or not fp8."""

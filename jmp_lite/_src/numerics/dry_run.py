@@ -115,10 +115,9 @@ def measure(
     run = Run(observer, Emitter(planned.analyzer))
     cells = [run.cell(x, observer.tag_argument(x, i)) for i, x in enumerate(arrays)]
     outs, _ = run.run(plan.jaxpr, plan.consts, cells, plan=plan)
-    values = [x for x, _ in outs]
-    shadows = [beside.shadow for _, beside in outs]
+    values, shadows = [out.value for out in outs], [out.shadow for out in outs]
     lows = values_of(compute_dtype, plan.jaxpr.outvars, shadows)
-    origin, ranges = observer.first_nonfinite([beside.tag for _, beside in outs])
+    origin, ranges = observer.first_nonfinite([out.tag for out in outs])
     found = describe(planned.traced, origin, ranges, args_and_kwargs)
     if found is not None:
         _check_is_finite(found, values, caller)

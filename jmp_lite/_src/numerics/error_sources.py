@@ -35,11 +35,6 @@ class Tag(NamedTuple):
     backward: bool  # whether it is of the backward pass
     origin: Array  # of its non-finite numbers in the float32 run
 
-    @property
-    def rank(self) -> tuple[float, int]:
-        """The key to find the worst of several."""
-        return self.error, self.source
-
 
 def find_source(
     op: Operation,
@@ -57,7 +52,7 @@ def find_source(
     rounded = [tag for tag in operands if tag.source >= 0]
     if not rounded:
         return op.site if low is not full and _rounds(op, low) else -1
-    worst = max(rounded, key=lambda tag: tag.rank)
+    worst = max(rounded, key=lambda tag: (tag.error, tag.source))
     if added_error > limit and worst.error <= limit:
         return _find_by_repeating(op, full, low, operands, worst)
     if _rounds(op, low) and worst.error <= limit:
@@ -97,8 +92,6 @@ def _find_by_repeating(
     wanted = 0.5 * min(error_on_host(np.asarray(low), np.asarray(full)), 2.0)
     if not error_with(are_rounded) >= wanted:
         return op.site
-    if sum(are_rounded) == 1:
-        return worst.source
     return max(
         (error_with([j == i for j in range(len(operands))]), tag.source)
         for i, tag in enumerate(operands)

@@ -15,7 +15,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite._src import dtypes, fp8, trees
-from jmp_lite._src.autocast.rules import Fp8
 from jmp_lite._src.jaxprs.sites import Site
 from jmp_lite._src.numerics import error_sources, origins, stats
 from jmp_lite._src.numerics.error_sources import Tag
@@ -69,7 +68,7 @@ class Lockstep(Observer):
         for i, low in enumerate(op.multiplied):
             if op.ins[i] is not None:
                 operands[i] = self._read(op, i, low)
-        worst = max(operands, key=lambda tag: tag.rank, default=_NO_ERROR)
+        worst = max(operands, key=lambda x: (x.error, x.source), default=_NO_ERROR)
         backward = self.known[op.site].direction == "backward"
         is_half = op.eqn_plan is not None and any(op.eqn_plan.half_out)
         dtype = self.half if is_half else ""
@@ -147,7 +146,7 @@ class Lockstep(Observer):
         tag = op.tags[i]
         found, error = self._compare(op.ins[i], low)
         rule, dtype = op.eqn_plan and op.eqn_plan.rule, self.half
-        if isinstance(rule, Fp8):
+        if rule and rule.is_fp8:
             _, scaled = fp8.rounded(jnp.asarray(op.ins[i]), rule.dtypes[i])
             counts = jax.device_get(stats.measure(scaled, rule.dtypes[i], False))
             found = counts._replace(

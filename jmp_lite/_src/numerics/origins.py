@@ -62,7 +62,7 @@ def find(traced: Traced) -> tuple[np.ndarray, OperandRanges]:
     run = Run(observer)
     cells = [run.cell(x, of_argument(x, i)) for i, x in enumerate(traced.args)]
     outs, _ = run.run(jaxpr, consts, cells)
-    origin = np.asarray(first([NONE, *(beside.tag for _, beside in outs)]))
+    origin = np.asarray(first([NONE, *(cell.tag for cell in outs)]))
     return origin, observer.ranges.get(int(origin[0]), ())
 
 

@@ -21,7 +21,6 @@ from jmp_lite._src.jaxprs.core import Eqn
 from jmp_lite._src.jaxprs.primitives import cases
 from jmp_lite._src.numerics.shadows import (
     Array,
-    Beside,
     Cell,
     PolicyRun,
     is_floating,
@@ -67,7 +66,7 @@ class Run(PolicyRun):
 
     def cell(self, value: Array, tag: Any) -> Cell:
         """Return the cell of what came in, which is its own shadow."""
-        return value, Beside(value if self.emitter else None, tag)
+        return Cell(value, value if self.emitter else None, tag)
 
     def constant(self, value, var):
         if not isinstance(value, jax.Array):
@@ -75,15 +74,15 @@ class Run(PolicyRun):
         return self.cell(value, self.observer.tag_constant(value))
 
     def run_eqn(self, eqn, eqn_plan, site, cells, moment, read):
-        values, lows = [x for x, _ in cells], [beside.shadow for _, beside in cells]
-        also = [read(v)[1] for v in self.also_reads(eqn, eqn_plan)]
+        values, lows = [cell.value for cell in cells], [cell.shadow for cell in cells]
+        also = [read(v) for v in self.also_reads(eqn, eqn_plan)]
         # A value that is its own shadow is computed once. In a loop it may be that in
         # the first iteration alone, and all iterations share one program.
         is_own = [
             not moment.loops and x is low for x, low in zip(values, lows, strict=True)
         ]
         given = [None if own else low for own, low in zip(is_own, lows, strict=True)]
-        others = [beside.shadow for beside in also]
+        others = [cell.shadow for cell in also]
         outs, shadows, multiplied = self.compute(eqn, eqn_plan, values, given, others)
         if self.emitter:
             pairs = zip(outs, shadows, strict=True)
@@ -101,14 +100,13 @@ class Run(PolicyRun):
             low_ins=seen(read_by(eqn_plan, lows)),
             low_outs=seen(map(stored, shadows)),
             multiplied=seen(multiplied),
-            tags=[beside.tag for _, beside in cells],
-            also=[beside.tag for beside in also],
+            tags=[cell.tag for cell in cells],
+            also=[cell.tag for cell in also],
             eqn_count=moment.eqn_count,
             loops=moment.loops,
         )
         tags = self.observer.observe(operation)
-        besides = map(Beside, shadows, tags)
-        return list(zip(outs, besides, strict=True))
+        return [Cell(*made) for made in zip(outs, shadows, tags, strict=True)]
 
     def scan(self, eqn, eqn_plan, body, split, moment):
         (consts, carry, xs), eqn_count = split, moment.eqn_count
@@ -116,7 +114,7 @@ class Run(PolicyRun):
         if not length:
             # JAX makes the empty arrays.
             bind = jax.jit(functools.partial(binding.bind, eqn))
-            outs = bind([value for value, _ in (*consts, *carry, *xs)])
+            outs = bind([cell.value for cell in (*consts, *carry, *xs)])
             ys = [self.cell(x, self.observer.stack([])) for x in outs]
             ys = self.leave(eqn, eqn_plan, ys)
             return [*carry, *ys[num_carry:]], eqn_count
@@ -133,7 +131,7 @@ class Run(PolicyRun):
         holds = jax.jit(functools.partial(binding.evaluate, test.jaxpr, test.consts))
         (given, consts, carry), eqn_count = split, moment.eqn_count
         iteration = 0
-        while holds([value for value, _ in (*given, *carry)])[0]:
+        while holds([cell.value for cell in (*given, *carry)])[0]:
             now = moment.inside(eqn_count, iteration)
             carry, eqn_count = body([*consts, *carry], now)
             iteration += 1
@@ -143,10 +141,9 @@ class Run(PolicyRun):
         return branches[int(np.asarray(index[0]))](cells, moment)
 
     def _stack(self, rows: Sequence[Cell]) -> Cell:
-        values, besides = zip(*rows, strict=True)
-        shadows, tags = zip(*besides, strict=True)
+        values, shadows, tags = zip(*rows, strict=True)
         shadow = _stacked(shadows) if self.emitter else None
-        return _stacked(values), Beside(shadow, self.observer.stack(tags))
+        return Cell(_stacked(values), shadow, self.observer.stack(tags))
 
 
 def _on_host() -> Callable[[Iterable[Array | None]], list[Array | None]]:
@@ -178,12 +175,12 @@ def _is_here(x: jax.Array) -> bool:
 
 def _rows(xs: Sequence[Cell], i: int) -> list[Cell]:
     """Return row `i` of each array: a view of what `_stacked` made."""
-    arrays, tree = jax.tree.flatten([(x, beside.shadow) for x, beside in xs])
+    arrays, tree = jax.tree.flatten([(x.value, x.shadow) for x in xs])
     on_device = [x for x in arrays if isinstance(x, jax.Array)]
     rows = iter(_row(on_device, np.int32(i)) if on_device else ())
     taken = [next(rows) if isinstance(x, jax.Array) else x[i] for x in arrays]
     pairs = zip(jax.tree.unflatten(tree, taken), xs, strict=True)
-    return [(x, Beside(shadow, beside.tag)) for (x, shadow), (_, beside) in pairs]
+    return [Cell(x, shadow, cell.tag) for (x, shadow), cell in pairs]
 
 
 @jax.jit

@@ -26,12 +26,12 @@ from jmp_lite._src.jaxprs.structure import structure
 
 Array: TypeAlias = jax.Array | np.ndarray
 Shadow: TypeAlias = Array | Rounded
-Cell: TypeAlias = tuple[Any, "Beside"]  # the value of a variable, and what is beside it
 
 
-class Beside(NamedTuple):
-    """What goes beside a value."""
+class Cell(NamedTuple):
+    """What a variable holds: its value, and what goes beside it."""
 
+    value: Any
     # The value of the policy's run, perhaps this one; None if there is no policy.
     shadow: Shadow | None
     tag: Any  # the observer's
@@ -57,7 +57,7 @@ class _Operation:
 
 
 class PolicyRun(Interpreter):
-    """Runs pairs of a value and what is beside it; shadows as an `Emitter` has them."""
+    """Runs jaxprs on cells; shadows as an `Emitter` has them."""
 
     def __init__(self, emitter: Emitter | None):
         self.emitter = emitter
@@ -68,7 +68,7 @@ class PolicyRun(Interpreter):
     def enter(self, eqn, eqn_plan, cells):
         if eqn_plan is None:
             return cells
-        shadows = [beside.shadow for _, beside in cells]
+        shadows = [cell.shadow for cell in cells]
         read = values_of(self.half_dtype, eqn.invars, shadows).operands(eqn, eqn_plan)
         given = zip(eqn.invars, read, shadows, strict=True)
         entering = [
@@ -79,7 +79,7 @@ class PolicyRun(Interpreter):
     def leave(self, eqn, eqn_plan, cells):
         if eqn_plan is None:
             return cells
-        shadows = [beside.shadow for _, beside in cells]
+        shadows = [cell.shadow for cell in cells]
         values = values_of(self.half_dtype, eqn.outvars, shadows)
         if not eqn_plan.rule.is_arithmetic:
             return _with_shadows(cells, values.read(eqn.outvars, eqn_plan.half_out))
@@ -99,7 +99,8 @@ class PolicyRun(Interpreter):
         `shadows` are None for operands that are their own, `also` what the policy's run
         reads beside them.
         """
-        if _is_plain(eqn_plan) and all(low is None for low in shadows):
+        is_changed = eqn_plan and (eqn_plan.is_changed or eqn_plan.bodies)
+        if not is_changed and all(low is None for low in shadows):
             eqn_plan = None
         key = id(eqn), id(eqn_plan)
         if key not in self._programs:
@@ -167,11 +168,6 @@ def _run(
     return Computed(outs, of_policy.held(eqn.outvars), multiplied)
 
 
-def _is_plain(plan: EqnPlan | None) -> bool:
-    """Return whether an equation runs as it is written."""
-    return plan is None or not (plan.is_changed or plan.bodies)
-
-
 def _decides(eqn: Eqn, plan: EqnPlan | None) -> tuple[Hashable, Sequence[Var]]:
     if plan is None:
         return None, ()
@@ -219,4 +215,4 @@ def is_floating(x: ArrayLike) -> bool:
 
 def _with_shadows(cells: Sequence[Cell], shadows: Sequence[Any]) -> list[Cell]:
     pairs = zip(cells, shadows, strict=True)
-    return [(x, beside._replace(shadow=shadow)) for (x, beside), shadow in pairs]
+    return [cell._replace(shadow=shadow) for cell, shadow in pairs]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmp_lite._src import arguments
 from jmp_lite._src.jaxprs import core, primitives
 from jmp_lite._src.numerics.hazards.graph import Range, Value
 
@@ -39,9 +40,7 @@ def exact_integers(dtype: DTypeLike) -> int:
 
 
 def _of_array(array: np.ndarray) -> Range | None:
-    is_real = jnp.issubdtype(array.dtype, jnp.integer)
-    is_real |= jnp.issubdtype(array.dtype, jnp.floating)
-    if not is_real or not 0 < array.size <= _MAX_SIZE:
+    if not arguments.is_real(array.dtype) or not 0 < array.size <= _MAX_SIZE:
         return None
     numbers = array.astype(np.float64)
     low, high = float(numbers.min()), float(numbers.max())

@@ -31,10 +31,9 @@ class Program:
         self.values, self.regions, self.target = values, regions, target
         self.compute_dtype = jnp.dtype(policies_of(regions.policy)[0].compute_dtype)
         find_scalings(values)
-        results = [x for x in values if x.is_result and x.scaling.is_gradient]
+        self.results = {x for x in values if x.is_result and x.scaling.is_gradient}
         # Those of a train step that are its parameters after the update.
-        self.updated = {x for x in results if _is_updated(x)}
-        self.results = set(results)
+        self.updated = {x for x in self.results if _is_updated(x)}
         self.is_dynamic = any(x.is_loss_scale for of in values for x in of.ins)
         self.is_still_scaled = any(x.scaling.is_still_scaled for x in self.updated)
         # Whether something may scale its gradients, or unscales them.

@@ -61,7 +61,7 @@ def _scaling(value: Value, one: tuple[float, ...]) -> Scaling:
     """Return the scaling of a result; `one` is the power of what is not scaled."""
     ins = [x.scaling for x in value.ins]
     if len(value.held) == 1:
-        found = value.held[0].scaling._replace(is_choice=False, fault="")
+        found = value.held[0].scaling._replace(fault="")
     else:
         found = _power(value)
         is_gradient = any(x.is_gradient for x in ins)
