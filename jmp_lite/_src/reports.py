@@ -157,8 +157,7 @@ class Table:
             justify = "right" if is_number else "left"
             table.add_column(name, justify=justify, no_wrap=is_number, overflow="fold")
         for i, cells in enumerate(self.rows):
-            row = map(Text, cells)
-            table.add_row(*row, style="red" if i in self.red else None)
+            table.add_row(*map(Text, cells), style="red" if i in self.red else None)
         return table
 
     def to_text(self) -> str:
