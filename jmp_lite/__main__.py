@@ -20,7 +20,7 @@ def main(args: Sequence[str] | None = None, prog: str = "jmp-lite") -> int:
         return 0
     try:
         return options.run(options) or 0
-    except (ModuleNotFoundError, RuntimeError, ValueError) as error:
+    except (ModuleNotFoundError, RuntimeError, TypeError, ValueError) as error:
         if sources.is_of_user(error):
             raise
         print(reports.printable(str(error), keep="\n"), file=sys.stderr)

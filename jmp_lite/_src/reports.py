@@ -157,24 +157,20 @@ class Table:
             justify = "right" if is_number else "left"
             table.add_column(name, justify=justify, no_wrap=is_number, overflow="fold")
         for i, cells in enumerate(self.rows):
-            row = map(Text, cells)
-            table.add_row(*row, style="red" if i in self.red else None)
+            table.add_row(*map(Text, cells), style="red" if i in self.red else None)
         return table
 
     def to_text(self) -> str:
         """Return it as at most 40 lines of plain text."""
-        caption = wrapped(self.caption)
-        shown = self.rows[: LINES - 5]
-        lines = (
-            text_lines(self.columns, shown, self.numbers, self.sentences)
-            if shown
-            else []
-        )
-        # What is wrapped takes more lines than rows.
-        while len(lines) > LINES - 2 - len(caption) and len(shown) > 1:
-            shown = shown[:-1]
+        caption, lines = wrapped(self.caption), []
+        count = min(len(self.rows), LINES - 5)
+        while count:
+            shown = self.rows[:count]
             lines = text_lines(self.columns, shown, self.numbers, self.sentences)
-        if more := len(self.rows) - len(shown):
+            if count == 1 or len(lines) <= LINES - 2 - len(caption):
+                break
+            count -= 1  # what is wrapped takes more lines than rows
+        if more := len(self.rows) - count:
             lines.append(f"and {more} more rows: .table(every=True)")
         return "\n".join(filter(None, [self.title, *lines, *caption]))
 

@@ -78,13 +78,11 @@ def describe(x: Any) -> LeafSpec:
         return LeafSpec("text", "bytes", text=base64.b64encode(x).decode())
     if isinstance(x, str):
         return LeafSpec("text", "str", text=x)
-    if not trees.is_array(x):
+    if not trees.is_array(x) or x.dtype == jax.dtypes.float0:
         is_number = isinstance(x, bool | int | float | complex)
         return LeafSpec("number", type(x).__name__) if is_number else LeafSpec("object")
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return LeafSpec("key", str(x.dtype), list(x.shape))
-    if not any(jnp.issubdtype(x.dtype, kind) for kind, _ in _NUMBERS.values()):
-        return LeafSpec("object")  # NumPy's strings and objects, and float0
     is_weak = bool(getattr(x, "weak_type", False))
     name = np.dtype(x.dtype).newbyteorder("=").name
     return LeafSpec("array", name, list(x.shape), is_weak)
@@ -105,15 +103,13 @@ def flatten(tree: object) -> tuple[dict[str, Any], Any]:
 def check_compatible(
     saved: dict[str, LeafSpec], wanted: dict[str, LeafSpec], where: str, *, cast: bool
 ) -> None:
-    sides = {
-        "the checkpoint": [path for path in saved if path not in wanted],
-        "`like`": [path for path in wanted if path not in saved],
-    }
-    differ = [
-        f"only {side} has {_told(paths, saved | wanted)}"
-        for side, paths in sides.items()
-        if paths
-    ]
+    sides = ("the checkpoint", saved, wanted), ("`like`", wanted, saved)
+    differ = []
+    for side, ours, others in sides:
+        # A tree that is one leaf has the path "".
+        told = [f"{x} ({ours[x]})".lstrip() for x in ours if x not in others]
+        if told:
+            differ.append(f"only {side} has {summarize(told)}")
     if differ:
         raise ValueError(
             f"{where} and `like` differ in structure: {', '.join(differ)}. Restore "
@@ -130,11 +126,6 @@ def check_compatible(
         raise ValueError(
             f"{where} does not match `like`: it has {summarize(pairs)}. {advice}"
         )
-
-
-def _told(paths: list[str], leaves: dict[str, LeafSpec]) -> str:
-    """Return paths with what is there; a tree that is one leaf has the path `""`."""
-    return summarize([f"{path} ({leaves[path]})".lstrip() for path in paths])
 
 
 def _matches(saved: LeafSpec, wanted: LeafSpec) -> bool:

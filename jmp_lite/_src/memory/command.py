@@ -10,7 +10,6 @@ from pathlib import PurePath
 import jax
 
 from jmp_lite._src import extras, reports
-from jmp_lite._src.jaxprs import sources
 from jmp_lite._src.memory.devices import DEVICES
 from jmp_lite._src.memory.step import of_step
 
@@ -65,10 +64,6 @@ def run(options: argparse.Namespace) -> int:
         step, args = load(options.target)
         _show(f"compiling for {options.device or 'this machine'}")
         report = of_step(step, options.device, **measure_options)(*args)
-    except TypeError as error:
-        if sources.is_of_user(error):
-            raise
-        raise ValueError(str(error)) from error
     finally:
         if here in sys.path:
             sys.path.remove(here)

@@ -60,8 +60,7 @@ DEVICES = {
 def find(device: str) -> Device:
     """Return a device of `DEVICES`; raise if there is none."""
     others = "None: this machine. For another card, take the next older one and fits=."
-    arguments.one_of(device, "device", (*DEVICES,), others)
-    return DEVICES[device]
+    return DEVICES[arguments.one_of(device, "device", (*DEVICES,), others)]
 
 
 def mesh(device: str, **axes: int) -> Mesh:

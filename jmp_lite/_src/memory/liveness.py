@@ -155,7 +155,6 @@ def _peak(
     for step, (x, made, read) in enumerate(steps):
         bodies = x.called if x.opcode in _OPENED else []
         inside = max(map(of_computation, bodies), key=_total, default=[])
-        ending = [a for a in {*made, *read} if a.last_read == step]
         for array in made:
             if array in results:  # in memory that there is already
                 continue
@@ -170,8 +169,8 @@ def _peak(
             now += size
         if now + _total(inside) > most:
             most, largest = now + _total(inside), [*live, *inside]
-        for array in ending:
-            if array in live:
+        for array in {*made, *read}:
+            if array.last_read == step and array in live:
                 del live[array]
                 now -= array.array.size
     return largest

@@ -66,17 +66,15 @@ def build(
             f"of_step compiles {name} as jax.jit does, and jax.jit cannot trace it: "
             f"{error}"
         ) from error
-    jaxpr = getattr(traced, "traced", traced).jaxpr  # nnx wraps what JAX traced
-    lowered = traced.lower()
     platform = mesh.devices.flat[0].platform if mesh else jax.default_backend()
-    compiled = _compile(getattr(lowered, "lowered", lowered), platform)
+    compiled = _compile(traced.lower(), platform)
     return Program(
         compiled=compiled,
         text=compiled.as_text() or "",
         args=args,
         kwargs=kwargs,
         result=result,
-        flops=_flops(compat.open_jaxpr(jaxpr)),
+        flops=_flops(compat.open_jaxpr(traced.jaxpr)),
         count=math.prod(axes.values()),
     )
 
@@ -129,7 +127,8 @@ def _trace(
         if donate_argnums:
             step = jax.jit(step, donate_argnums=donate_argnums)
         traced = step.trace(*args, **kwargs)
-        return traced, getattr(traced, "out_info", None)
+        traced = getattr(traced, "traced", traced)  # nnx wraps what JAX traced
+        return traced, traced.out_info
     result = None
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = [i for i, x in enumerate(leaves) if trees.is_array(x)]
@@ -179,11 +178,9 @@ def _flops(jaxpr: Jaxpr) -> int:
         total = 0
         for eqn in jaxpr.eqns:
             inside = [count(body) for body in compat.jaxprs_of(eqn)]
-            if eqn.primitive.name == "cond":
-                total += max(inside)
-                continue
+            within = max(inside) if eqn.primitive.name == "cond" else sum(inside)
             times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            total += products.flops(eqn) + times * sum(inside)
+            total += products.flops(eqn) + times * within
         return total
 
     return count(jaxpr)

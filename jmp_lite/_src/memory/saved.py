@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, ParamSpec
 
@@ -103,10 +103,10 @@ class SavedReport(reports.Report):
 
 def total(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
     """Return the sum of the numbers of each name, the largest first."""
-    sums: dict[str, int] = defaultdict(int)
+    sums = Counter()
     for name, number in pairs:
         sums[name] += number
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+    return dict(sums.most_common())
 
 
 def _alike(rows: Iterable[SavedArray]) -> list[list[SavedArray]]:
