@@ -1,7 +1,6 @@
 """The figures of the pages, as SVG.
 
     python -m benchmarks.figures              # `make figures`: write docs/images anew
-    python -m benchmarks.figures --out out    # elsewhere
 
 Each is made of what it shows: of numbers that are rounded, of small trainings that take
 seconds, or of committed results. The same code and versions write the same bytes. The
@@ -19,7 +18,7 @@ import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -354,14 +353,11 @@ def save(figure: Figure, path: Path) -> None:
     path.write_text(drawn.replace("</style>", f"{_DARK}</style>", 1), "utf-8")
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="The folder to write into.")] = IMAGES,
-) -> None:
+def main() -> None:
     """Draw the figures of the pages anew."""
-    out.mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
-        save(draw(), out / name)
-        print(out / name)
+        save(draw(), IMAGES / name)
+        print(IMAGES / name)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ from benchmarks.common.compiled_steps import (
     Step,
     build,
     fp8_by_rule,
+    halves,
 )
 from benchmarks.common.limits import Results, Row, broken_limits, growth, other_versions
 from benchmarks.common.models import SIZES
@@ -62,11 +63,7 @@ DEFAULT_DEVICES = [Device.h100, Device.a100, Device.v100, Device.v5e]
 
 _TRANSFORMER = [
     Step("transformer"),
-    *(
-        Step("transformer", dtype, cast)
-        for dtype in ("bfloat16", "float16")
-        for cast in (BY_HAND, GRAD_AUTOCAST)
-    ),
+    *halves("transformer", BY_HAND, GRAD_AUTOCAST),
     Step("transformer", "float16", BY_HAND, scaled=True),
 ]
 # What is compiled for each device, if not for TPUs, for which it takes the longest.

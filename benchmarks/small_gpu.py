@@ -44,8 +44,7 @@ class Model:
 
     def __init__(self, sizes: dict[str, int]):
         self.sizes = sizes
-        shapes = jax.eval_shape(lambda: MODELS["llama"][1](sizes))
-        self.unstacked, _, self.tokens = shapes
+        self.unstacked, _, self.tokens = MODELS["llama"].shapes(sizes)
         # As users have them: in a scan, a layer is compiled once.
         self.params = jax.eval_shape(transformer.stack, self.unstacked)
 

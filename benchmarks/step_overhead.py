@@ -25,18 +25,19 @@ from examples.common import requirements  # noqa: F401 - first: what to install
 import functools
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import typer
 from flax.training.dynamic_scale import DynamicScale
 
 import jmp_lite
 from benchmarks.common import run
+from benchmarks.common.compiled_steps import filled
 from benchmarks.common.timing import Step, ratios, time_steps
 from benchmarks.common.transformer import cross_entropy, train_step
 
@@ -199,14 +200,9 @@ def mlp_loss(params: list[jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax
 
 
 def make_problem(batch_size: int) -> tuple[list[jax.Array], Any]:
-    sizes = [784, WIDTH, WIDTH, 10]
-    rng = np.random.default_rng(0)
-    params = [
-        jnp.asarray(rng.normal(0, fan_in**-0.5, (fan_in, fan_out)), jnp.float32)
-        for fan_in, fan_out in zip(sizes[:-1], sizes[1:], strict=True)
-    ]
-    images = jnp.asarray(rng.uniform(size=(batch_size, 784)), jnp.float32)
-    return params, (images, jnp.asarray(rng.integers(0, 10, batch_size)))
+    sizes = itertools.pairwise([784, WIDTH, WIDTH, 10])
+    batch = jnp.zeros((batch_size, 784)), jnp.zeros(batch_size, jnp.int32)
+    return filled(([jnp.zeros(shape) for shape in sizes], batch))
 
 
 def columns_loss(params: list[jax.Array], batch: Any) -> jax.Array:
@@ -220,15 +216,12 @@ def columns_loss(params: list[jax.Array], batch: Any) -> jax.Array:
 
 def make_columns(leaves: int, batch_size: int) -> tuple[list[jax.Array], Any]:
     """Return a matrix `[WIDTH, COLUMNS]`, cut between columns, and its batch."""
-    rng = np.random.default_rng(0)
-    kernel = rng.normal(0, WIDTH**-0.5, (WIDTH, COLUMNS)).astype(np.float32)
-    x = rng.normal(size=(batch_size, WIDTH)).astype(np.float32)
-    targets = rng.normal(size=(batch_size, COLUMNS)).astype(np.float32)
+    if COLUMNS % leaves:
+        raise typer.BadParameter(f"{COLUMNS} columns are not {leaves} equal parts.")
     kernels, targets = (
-        [jnp.asarray(part) for part in np.split(whole, leaves, axis=1)]
-        for whole in (kernel, targets)
+        leaves * [jnp.zeros((rows, COLUMNS // leaves))] for rows in (WIDTH, batch_size)
     )
-    return kernels, (jnp.asarray(x), targets)
+    return filled((kernels, (jnp.zeros((batch_size, WIDTH)), targets)))
 
 
 def summarise(result: run.Result) -> run.Rows:

@@ -30,7 +30,7 @@ import typer
 
 from benchmarks.common import compiled_steps, run
 from benchmarks.common.compiled_steps import CASTS, GRAD_AUTOCAST, PLAIN, STEPS, Step
-from benchmarks.common.models import SIZES, TITLES
+from benchmarks.common.models import MODELS, SIZES
 from benchmarks.common.timing import quartiles_text, ratios, take_turns
 from examples.common.progress import track
 
@@ -109,7 +109,7 @@ def measure(
       rounds: how often each way has its turn.
       steps: train steps in a turn.
     """
-    title = TITLES[timed[0].step.model]
+    title = MODELS[timed[0].step.model].title
     rows, steppers, states = {}, {}, {}
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         started = pool.map(lambda way: start(way, sizes), timed)
@@ -130,7 +130,7 @@ def summarise(results: dict[str, run.Result]) -> run.Rows:
     rows, (by_hand, autocast) = [], IN_BFLOAT16.values()
     for model, result in results.items():
         found = result["rows"]
-        row = {"": TITLES[model]}
+        row = {"": MODELS[model].title}
         row["float32, ms"] = f"{1e3 * np.median(found[FLOAT32]['seconds']):.1f}"
         for title, name in {TF32: TF32, **IN_BFLOAT16}.items():
             speed = 1 / ratios(found, name, FLOAT32)[1]

@@ -90,12 +90,10 @@ def filled(shapes: Any, integers: int = 10) -> Any:
 @functools.cache
 def advised_policy(model: str, dtype: str) -> jmp_lite.PolicyMap | jmp_lite.Policy:
     """Return what `advise` says of a model that is small, on random numbers."""
-    make_loss, make_shapes = MODELS[model]
     sizes = SIZES["small"][model]
-    params, kept, *batch = filled(jax.eval_shape(lambda: make_shapes(sizes)))
-    advise = jmp_lite.numerics.advise(
-        make_loss("float32", sizes), f"mixed_{dtype}", has_aux=True
-    )
+    params, kept, *batch = filled(MODELS[model].shapes(sizes))
+    loss = MODELS[model].make_loss("float32", sizes)
+    advise = jmp_lite.numerics.advise(loss, f"mixed_{dtype}", has_aux=True)
     return advise(params, *_held(kept), *batch).policy
 
 
@@ -108,7 +106,7 @@ def _value_and_grad(step: Step, sizes: Sizes, is_tpu: bool) -> Callable[..., Any
     """Return `fun(opt_state, params, *rest) -> ((loss, kept), grads)`."""
     # What autocast does by default where JAX' backend is that device.
     autocast = functools.partial(jmp_lite.autocast, recompute=not is_tpu)
-    make_loss, _ = _ALL[step.model]
+    make_loss = _ALL[step.model].make_loss
     policy = f"mixed_{step.dtype}"
     if step.cast in (PLAIN, BY_HAND):
         loss = make_loss(step.dtype, sizes)
@@ -154,8 +152,8 @@ def fp8_by_rule(step: Step, sizes: Sizes) -> int:
     """
     if step.dtype != "fp8":
         return 0
-    make_loss, make_shapes = _ALL[step.model]
-    grad = jax.grad(make_loss("float32", sizes), has_aux=True)
+    model = _ALL[step.model]
+    grad = jax.grad(model.make_loss("float32", sizes), has_aux=True)
     found = []
 
     def count(params, kept, *batch):
@@ -163,12 +161,12 @@ def fp8_by_rule(step: Step, sizes: Sizes) -> int:
         report = explained(params, *_held(kept), *batch)
         found.append(sum(row.times for row in report.rows if row.is_fp8))
 
-    jax.eval_shape(count, *jax.eval_shape(lambda: make_shapes(sizes)))
+    jax.eval_shape(count, *model.shapes(sizes))
     return found[0]
 
 
-def optimizer(step: Step) -> optax.GradientTransformation:
-    tx = optax.adam(1e-3)
+def optimizer(step: Step) -> optax.GradientTransformationExtraArgs:
+    tx = optax.with_extra_args_support(optax.adam(1e-3))
     return jmp_lite.scale_aware(tx) if step.scaled else tx
 
 
@@ -184,20 +182,22 @@ def build(step: Step, sizes: Sizes, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
       `fun(params, opt_state, kept, *batch) -> params, opt_state, kept, loss`, jitted;
       shapes with shardings; the first three of them are donated.
     """
-    _, make_shapes = _ALL[step.model]
     is_tpu = mesh.devices.flat[0].platform == "tpu"
     value_and_grad = _value_and_grad(step, sizes, is_tpu)
-    tx: Any = optimizer(step)
+    tx = optimizer(step)
 
     def fun(params, opt_state, kept, *batch):
         (loss, kept), grads = value_and_grad(opt_state, params, *_held(kept), *batch)
-        extra = {"value": loss} if step.scaled else {}
-        updates, opt_state = tx.update(grads, opt_state, params, **extra)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         return optax.apply_updates(params, updates), opt_state, kept, loss
 
-    params, kept, *batch = jax.eval_shape(lambda: make_shapes(sizes))
+    params, kept, *batch = _ALL[step.model].shapes(sizes)
     opt_state = jax.eval_shape(tx.init, params)
-    place = functools.partial(_placed, mesh)
+
+    def place(x, is_split):
+        spec = PartitionSpec("data") if is_split else PartitionSpec()
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     def is_split(x):
         return step.layout == "FSDP" and x.ndim > 0 and x.shape[0] % mesh.size == 0
@@ -210,12 +210,8 @@ def build(step: Step, sizes: Sizes, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     return jitted, (*held, *batch)
 
 
-def _placed(mesh: Any, x: Any, is_split: bool) -> jax.ShapeDtypeStruct:
-    spec = PartitionSpec("data") if is_split else PartitionSpec()
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
-
-def _halves(model: str, *casts: str) -> list[Step]:
+def halves(model: str, *casts: str) -> list[Step]:
+    """Return the steps of a model in bfloat16 and in float16, by each of the casts."""
     return [
         Step(model, dtype, cast) for dtype in ("bfloat16", "float16") for cast in casts
     ]
@@ -223,18 +219,18 @@ def _halves(model: str, *casts: str) -> list[Step]:
 
 STEPS: list[Step] = [
     Step("transformer"),
-    *_halves("transformer", BY_HAND, POLICY, GRAD_AUTOCAST, AUTOCAST_GRAD),
+    *halves("transformer", BY_HAND, POLICY, GRAD_AUTOCAST, AUTOCAST_GRAD),
     Step("transformer", "fp8", GRAD_AUTOCAST),
     Step("transformer", "float16", ADVISED),
     Step("transformer", "bfloat16", REDUCE_FLOAT32),
     Step("transformer", "bfloat16", SAVE_PRODUCTS),
     Step("transformer", "float16", BY_HAND, scaled=True),
     Step("mlp"),
-    *_halves("mlp", BY_HAND, GRAD_AUTOCAST),
+    *halves("mlp", BY_HAND, GRAD_AUTOCAST),
     Step("mlp", "fp8", GRAD_AUTOCAST),
     Step("mlp", "float16", BY_HAND, scaled=True),
     Step("cnn"),
-    *_halves("cnn", BY_HAND, POLICY, GRAD_AUTOCAST),
+    *halves("cnn", BY_HAND, POLICY, GRAD_AUTOCAST),
     Step("cnn", "float16", ADVISED),
     Step("cnn", "float16", BY_HAND, scaled=True),
     *(
@@ -247,7 +243,7 @@ STEPS: list[Step] = [
         for family in ("unet", "vit", "llama", "moe")
         for cast in (BY_HAND, GRAD_AUTOCAST, ADVISED)
     ),
-    *_halves("llama in a scan", BY_HAND, GRAD_AUTOCAST),
+    *halves("llama in a scan", BY_HAND, GRAD_AUTOCAST),
     *(Step(family, "fp8", GRAD_AUTOCAST) for family in ("llama", "moe")),
     *(
         Step("transformer", dtype, cast, scaled, layout)
@@ -275,5 +271,5 @@ STEPS: list[Step] = [
 ]
 # Compiled once, of other families.
 STEPS_OF_OTHERS: list[Step] = [
-    step for family in OTHERS for step in _halves(family, BY_HAND, GRAD_AUTOCAST)
+    step for family in OTHERS for step in halves(family, BY_HAND, GRAD_AUTOCAST)
 ]

@@ -17,8 +17,8 @@ from benchmarks.common.compiled_steps import (
     STEPS_OF_OTHERS,
     Step,
 )
-from benchmarks.common.models import TITLES
-from benchmarks.common.other_models import TITLES_OF_OTHERS
+from benchmarks.common.models import MODELS
+from benchmarks.common.other_models import OTHERS
 from benchmarks.common.run import Rows
 from benchmarks.common.storage import CHOICES, FLOAT32, HALF, SHOWN_CHOICES, Storage
 
@@ -56,7 +56,7 @@ def over_by_hand(device: str, steps: list[Step], *columns: str) -> Rows:
         cast = f"`{call}`{how and ', ' + how}" if step.cast != POLICY else "policy"
         if step.scaled:
             cast = "`scale_aware` over no scaling"
-        title = f"{TITLES[step.model]}, {SHORT[step.dtype]}, {cast}"
+        title = f"{MODELS[step.model].title}, {SHORT[step.dtype]}, {cast}"
         rows.append({"": title, **_over_base(found, step, *columns)})
     return rows
 
@@ -64,10 +64,10 @@ def over_by_hand(device: str, steps: list[Step], *columns: str) -> Rows:
 def over_float32() -> Rows:
     found = programs("h100")
     rows = []
-    compiled = [model for model in TITLES if str(Step(model)) in found]
+    compiled = [model for model in MODELS if str(Step(model)) in found]
     for model, dtype in itertools.product(compiled, HALVES):
         base = found[str(Step(model))]
-        row = {"ratio to float32": f"{TITLES[model]}, {SHORT[dtype]}"}
+        row = {"ratio to float32": f"{MODELS[model].title}, {SHORT[dtype]}"}
         for key in (_TRAFFIC, _PEAK):
             for cast, name in ((BY_HAND, "by hand"), (GRAD_AUTOCAST, "autocast")):
                 ratio = found[str(Step(model, dtype, cast))][key] / base[key]
@@ -86,7 +86,7 @@ def families() -> Rows:
     for step in _by_autocast(found):
         if step.model == "mlp":
             continue
-        row = {"": TITLES[step.model]}
+        row = {"": MODELS[step.model].title}
         for of, suffix in ((step, ""), (step.base, " by hand")):
             figures = found[str(of)]
             row[f"main memory, GB{suffix}"] = f"{figures[_TRAFFIC] / 1e9:.1f}"
@@ -100,7 +100,7 @@ def small_families() -> Rows:
     """Every model of size ci by autocast over casts by hand, the worst first."""
     found, keys = programs("h100", "ci"), (_BYTES, _TRAFFIC, _PEAK, _KERNELS)
     rows = [
-        {"": TITLES[step.model]} | _over_base(found, step, *keys)
+        {"": MODELS[step.model].title} | _over_base(found, step, *keys)
         for step in _by_autocast(found)
     ]
     return _worst_first(rows, _COLUMNS[_TRAFFIC], _COLUMNS[_PEAK])
@@ -110,7 +110,7 @@ def other_families() -> Rows:
     """Families that are compiled once, by autocast over casts by hand."""
     found, keys = programs("h100", "others"), (_BYTES, _TRAFFIC, _PEAK, _KERNELS)
     rows = [
-        {"": f"{TITLES_OF_OTHERS[step.model]}, {SHORT[step.dtype]}"}
+        {"": f"{OTHERS[step.model].title}, {SHORT[step.dtype]}"}
         | _over_base(found, step, *keys)
         for step in STEPS_OF_OTHERS
         if step.cast == GRAD_AUTOCAST
@@ -120,7 +120,7 @@ def other_families() -> Rows:
 
 def _by_autocast(found: dict[str, Any]) -> list[Step]:
     """Return the steps of all models that were compiled, by autocast in bfloat16."""
-    steps = [Step(model, "bfloat16", GRAD_AUTOCAST) for model in TITLES]
+    steps = [Step(model, "bfloat16", GRAD_AUTOCAST) for model in MODELS]
     return [step for step in steps if str(step) in found]
 
 

@@ -91,8 +91,7 @@ class UNet(nn.Module):
                 skips.append(x)
 
         x = block(self.widths[-1])(x, time)
-        batch, height, width, features = x.shape
-        y = norm()(x).reshape(batch, height * width, features)
+        y = norm()(x).reshape(len(x), -1, self.widths[-1])
         y = Attention(heads=1, dtype=self.dtype)(y)
         x = x + y.reshape(x.shape)
         x = block(self.widths[-1])(x, time)

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from benchmarks import (
 )
 from benchmarks.common import run
 from benchmarks.common.committed import TIMED, load
-from benchmarks.common.models import TITLES
+from benchmarks.common.models import MODELS
 from benchmarks.common.run import percent
 from benchmarks.common.timing import ratios
 from benchmarks.train_step import FLOAT32, TF32
@@ -72,8 +71,8 @@ def _losses(name: str, policy: str) -> list[float]:
     return [run["validation_loss"] for run in runs if run["policy"] == policy]
 
 
-def of(name: str, make: Callable[..., run.Rows], *args: Any) -> Callable[[], run.Rows]:
-    return lambda: make(load(f"cpu/{name}.json"), *args)
+def of(name: str, make: Callable[[run.Result], run.Rows]) -> Callable[[], run.Rows]:
+    return lambda: make(load(f"cpu/{name}.json"))
 
 
 def train_steps() -> dict[str, run.Result]:
@@ -88,7 +87,7 @@ def speeds(over: str) -> dict[str, float]:
       over: the precision that it is compared with.
     """
     return {
-        TITLES[model]: 1 / ratios(result["rows"], BY_AUTOCAST, over)[1]
+        MODELS[model].title: 1 / ratios(result["rows"], BY_AUTOCAST, over)[1]
         for model, result in train_steps().items()
     }
 
@@ -96,7 +95,7 @@ def speeds(over: str) -> dict[str, float]:
 def memories() -> dict[str, float]:
     """Return the memory by autocast in bfloat16, in multiples of TF32's, by model."""
     return {
-        TITLES[model]: result["rows"][BY_AUTOCAST]["memory"]
+        MODELS[model].title: result["rows"][BY_AUTOCAST]["memory"]
         / result["rows"][TF32]["memory"]
         for model, result in train_steps().items()
     }
@@ -120,7 +119,7 @@ def predicted_memory() -> run.Rows:
     compiled = load("h100-compiled/programs-full.json")["results"]
     peaks, rows = {row["step"]: row["peak"] for row in compiled}, []
     for model, result in train_steps().items():
-        row = {"": TITLES[model]}
+        row = {"": MODELS[model].title}
         for title, name in train_step.IN_BFLOAT16.items():
             ran, peak = result["rows"][name]["memory"], peaks[f"{model}: {name}"]
             row[f"{title}: compiled on the GPU, MiB"] = f"{ran / 2**20:.0f}"

@@ -7,9 +7,10 @@ float32.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,6 @@ from jmp_lite.linen import with_policy
 # Every model takes `(params, *batch)` and returns a loss and what is to be kept.
 Loss = Callable[..., tuple[jax.Array, Any]]
 Sizes = dict[str, Any]  # of a model
-MakeLoss = Callable[[str, Sizes], Loss]  # of a dtype
 MakeModel = Callable[[Sizes, str], Any]  # a flax module, of a dtype
 MakeShapes = Callable[[Sizes], tuple[Any, ...]]
 
@@ -170,64 +170,40 @@ def cnn_loss(dtype: str, sizes: Sizes, policy: str = "") -> Loss:
     return loss
 
 
-def _loss_of(
-    make_model: MakeModel, error: Callable[..., jax.Array] = cross_entropy
-) -> MakeLoss:
-    """Return the loss of a model whose batch ends with what it is to return."""
-
-    def make_loss(dtype, sizes):
-        model = make_model(sizes, dtype)
-
-        def loss(params, *batch):
-            *inputs, target = batch
-            return error(model.apply({"params": params}, *inputs), target), ()
-
-        return loss
-
-    return make_loss
+# Losses of flax models: of the model as a function, and a batch.
 
 
-def _diffusion_loss(make_model: MakeModel) -> MakeLoss:
+def _labels_error(model: Callable[..., Any], *batch: jax.Array) -> jax.Array:
+    """Return the cross entropy of a batch that ends with its labels."""
+    *inputs, labels = batch
+    return cross_entropy(model(*inputs), labels)
+
+
+def _target_error(model: Callable[..., Any], *batch: jax.Array) -> jax.Array:
+    """Return the mean squared error of a batch that ends with its target."""
+    *inputs, target = batch
+    return _squared_error(model(*inputs), target)
+
+
+def _noise_error(model, images, noise, times, *labels):
     """Return the mean squared error of the noise at 1000 levels of it."""
     kept = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000)).astype(np.float32)
-
-    def make_loss(dtype, sizes):
-        model = make_model(sizes, dtype)
-
-        def loss(params, images, noise, times, *labels):
-            signal = jnp.asarray(kept)[times][:, None, None, None]
-            noisy = jnp.sqrt(signal) * images + jnp.sqrt(1 - signal) * noise
-            predicted = model.apply({"params": params}, noisy, times, *labels)
-            return _squared_error(predicted, noise), ()
-
-        return loss
-
-    return make_loss
+    signal = jnp.asarray(kept)[times][:, None, None, None]
+    noisy = jnp.sqrt(signal) * images + jnp.sqrt(1 - signal) * noise
+    return _squared_error(model(noisy, times, *labels), noise)
 
 
-def _pinn_loss(make_model: MakeModel) -> MakeLoss:
+def _burgers_error(model, times, places, forces):
     """Return the mean squared error of `u_t + u u_x - 0.01 u_xx`, as Burgers has it."""
+    one = jnp.ones_like(times)
 
-    def make_loss(dtype, sizes):
-        model = make_model(sizes, dtype)
+    def slope(places):
+        return jax.jvp(lambda x: model(times, x), (places,), (one,))[1]
 
-        def loss(params, times, places, forces):
-            def u(times, places):
-                return model.apply({"params": params}, times, places)
-
-            one = jnp.ones_like(times)
-
-            def slope(places):
-                return jax.jvp(lambda x: u(times, x), (places,), (one,))[1]
-
-            value, by_time = jax.jvp(lambda t: u(t, places), (times,), (one,))
-            by_place, curvature = jax.jvp(slope, (places,), (one,))
-            residual = by_time + value * by_place - 0.01 * curvature
-            return _squared_error(residual, forces), ()
-
-        return loss
-
-    return make_loss
+    value, by_time = jax.jvp(lambda t: model(t, places), (times,), (one,))
+    by_place, curvature = jax.jvp(slope, (places,), (one,))
+    residual = by_time + value * by_place - 0.01 * curvature
+    return _squared_error(residual, forces)
 
 
 def _squared_error(predicted: Any, target: Any) -> jax.Array:
@@ -409,10 +385,8 @@ def _transformer_shapes(sizes: Sizes) -> tuple[Any, ...]:
 
 def _mlp_shapes(sizes: Sizes) -> tuple[Any, ...]:
     widths, batch = [784, sizes["width"], sizes["width"], 10], sizes["batch"]
-    params = [
-        (jnp.zeros((n, m)), jnp.zeros(m))
-        for n, m in zip(widths[:-1], widths[1:], strict=True)
-    ]
+    pairs = itertools.pairwise(widths)
+    params = [(jnp.zeros((n, m)), jnp.zeros(m)) for n, m in pairs]
     return params, (), jnp.zeros((batch, 784)), integers(batch)
 
 
@@ -519,55 +493,72 @@ def zero_tokens(sizes: Sizes) -> jax.Array:
     return integers(sizes["batch"], sizes["length"])
 
 
+class Model(NamedTuple):
+    """A model that is compiled.
+
+    Attributes:
+      title: its name on the pages.
+      make_loss: takes a dtype and sizes, returns the loss.
+      make_shapes: takes sizes; returns the parameters, what is kept from step to step,
+        and the batch, as zeros.
+    """
+
+    title: str
+    make_loss: Callable[..., Loss]
+    make_shapes: MakeShapes
+
+    def shapes(self, sizes: Sizes) -> tuple[Any, ...]:
+        """Return the shapes of what `make_shapes` makes."""
+        return jax.eval_shape(lambda: self.make_shapes(sizes))
+
+
 def flax_model(
+    title: str,
     module: Any,
     make_batch: MakeShapes,
-    loss_of: Callable[[MakeModel], MakeLoss] = _loss_of,
-) -> tuple[MakeLoss, MakeShapes]:
-    """Return the loss of a flax model, and its shapes; its fields are its sizes."""
+    error: Callable[..., jax.Array] = _labels_error,
+) -> Model:
+    """Return a flax model, whose fields are its sizes.
+
+    Args:
+      title: its name on the pages.
+      module: the class of the model.
+      make_batch: takes sizes; returns the inputs of the model, and a batch.
+      error: takes the model as a function, and a batch; returns the loss.
+    """
     names = {field.name for field in dataclasses.fields(module)}
 
     def make_model(sizes, dtype):
         fields = {name: value for name, value in sizes.items() if name in names}
         return module(**fields, dtype=jnp.dtype(dtype))
 
-    return loss_of(make_model), _shapes_of(make_model, make_batch)
+    def make_loss(dtype, sizes):
+        model = make_model(sizes, dtype)
+
+        def loss(params, *batch):
+            apply = functools.partial(model.apply, {"params": params})
+            return error(apply, *batch), ()
+
+        return loss
+
+    return Model(title, make_loss, _shapes_of(make_model, make_batch))
 
 
-_regression = functools.partial(_loss_of, error=_squared_error)
-# Name -> its loss for a dtype and sizes; its shapes.
-MODELS: dict[str, tuple[Callable[..., Loss], MakeShapes]] = {
-    "transformer": (transformer_loss, _transformer_shapes),
-    "mlp": (mlp_loss, _mlp_shapes),
-    "cnn": (cnn_loss, _shapes_of(_resnet, labelled_images)),
-    "unet": flax_model(image_models.UNet, _noisy_images, _diffusion_loss),
-    "vit": flax_model(image_models.ViT, labelled_images),
-    "llama": (llama_loss, _llama_shapes),
-    "moe": (llama_loss, _llama_shapes),
-    "lstm": (lstm_loss, _lstm_shapes),
-    "llama in a scan": (llama_loss, _scanned_llama_shapes),
-    "conformer": flax_model(families.Conformer, _speech),
-    "convnext": flax_model(families.ConvNeXt, labelled_images),
-    "unet3d": flax_model(families.UNet3D, _volumes),
-    "dit": flax_model(families.DiT, _noisy_images, _diffusion_loss),
-    "gnn": flax_model(families.MeshGraphNet, _graph, _regression),
-    "pinn": flax_model(families.Field, _points, _pinn_loss),
-}
-# Their names on the pages.
-TITLES = {
-    "transformer": "transformer",
-    "mlp": "MLP",
-    "cnn": "ResNet-50",
-    "unet": "U-Net",
-    "vit": "ViT-S/16",
-    "llama": "Llama",
-    "moe": "mixture of experts",
-    "lstm": "LSTM",
-    "llama in a scan": "Llama in a scan",
-    "conformer": "conformer",
-    "convnext": "ConvNeXt",
-    "unet3d": "3D U-Net",
-    "dit": "DiT",
-    "gnn": "graph network",
-    "pinn": "PINN",
+# By the names that arguments and results have.
+MODELS: dict[str, Model] = {
+    "transformer": Model("transformer", transformer_loss, _transformer_shapes),
+    "mlp": Model("MLP", mlp_loss, _mlp_shapes),
+    "cnn": Model("ResNet-50", cnn_loss, _shapes_of(_resnet, labelled_images)),
+    "unet": flax_model("U-Net", image_models.UNet, _noisy_images, _noise_error),
+    "vit": flax_model("ViT-S/16", image_models.ViT, labelled_images),
+    "llama": Model("Llama", llama_loss, _llama_shapes),
+    "moe": Model("mixture of experts", llama_loss, _llama_shapes),
+    "lstm": Model("LSTM", lstm_loss, _lstm_shapes),
+    "llama in a scan": Model("Llama in a scan", llama_loss, _scanned_llama_shapes),
+    "conformer": flax_model("conformer", families.Conformer, _speech),
+    "convnext": flax_model("ConvNeXt", families.ConvNeXt, labelled_images),
+    "unet3d": flax_model("3D U-Net", families.UNet3D, _volumes),
+    "dit": flax_model("DiT", families.DiT, _noisy_images, _noise_error),
+    "gnn": flax_model("graph network", families.MeshGraphNet, _graph, _target_error),
+    "pinn": flax_model("PINN", families.Field, _points, _burgers_error),
 }

@@ -3,8 +3,6 @@
 In half they are cast by hand, as `dtype=` of flax has it; losses are float32.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.common import models, other_families, sequence_families
-from benchmarks.common.models import Loss, MakeShapes, Sizes
+from benchmarks.common.models import Model, Sizes, flax_model
 from benchmarks.common.transformer import cross_entropy
 
 # Losses: of a model and a batch.
@@ -62,24 +60,6 @@ def _criticism(model, real, false, share):
     return (model(false) - model(real)).mean() + 10 * ((norms - 1) ** 2).mean()
 
 
-def _losses(loss: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """Return what makes `(params, *batch) -> loss, ()` of a model."""
-
-    def loss_of(make_model):
-        def make_loss(dtype, sizes):
-            model = make_model(sizes, dtype)
-
-            def of_params(params, *batch):
-                apply = functools.partial(model.apply, {"params": params})
-                return loss(apply, *batch), ()
-
-            return of_params
-
-        return make_loss
-
-    return loss_of
-
-
 # Inputs of a model, and a batch.
 
 
@@ -121,26 +101,22 @@ def _two_images(sizes: Sizes) -> tuple[Any, ...]:
     return (images,), (images, images, images[:, :1, :1, :1])
 
 
-def _family(
-    module: Any, make_batch: MakeShapes, loss: Callable[..., jax.Array]
-) -> tuple[Callable[..., Loss], MakeShapes]:
-    return models.flax_model(module, make_batch, _losses(loss))
-
-
-# Name -> its loss for a dtype and sizes; its shapes.
-OTHERS: dict[str, tuple[Callable[..., Loss], MakeShapes]] = {
-    "dlrm": _family(other_families.DLRM, _visits, _clicks),
-    "swin": models.flax_model(other_families.Swin, models.labelled_images),
-    "vae": _family(other_families.VAE, _codes, _evidence),
-    "t5": _family(sequence_families.T5, _sentences, _translation),
-    "gemma": _family(sequence_families.Gemma, _tokens, _next_token),
-    "mamba": _family(sequence_families.Mamba, _tokens, _next_token),
-    "linear attention": _family(
-        sequence_families.GatedLinearAttention, _tokens, _next_token
+OTHERS: dict[str, Model] = {
+    "dlrm": flax_model("DLRM", other_families.DLRM, _visits, _clicks),
+    "swin": flax_model("Swin", other_families.Swin, models.labelled_images),
+    "vae": flax_model("VAE", other_families.VAE, _codes, _evidence),
+    "t5": flax_model("T5", sequence_families.T5, _sentences, _translation),
+    "gemma": flax_model("Gemma", sequence_families.Gemma, _tokens, _next_token),
+    "mamba": flax_model("Mamba", sequence_families.Mamba, _tokens, _next_token),
+    "linear attention": flax_model(
+        "gated linear attention",
+        *(sequence_families.GatedLinearAttention, _tokens, _next_token),
     ),
-    "nerf": _family(other_families.NeRF, _rays, _colours),
-    "realnvp": _family(other_families.RealNVP, _images, _likelihood),
-    "wgan": _family(other_families.Critic, _two_images, _criticism),
+    "nerf": flax_model("NeRF", other_families.NeRF, _rays, _colours),
+    "realnvp": flax_model("RealNVP", other_families.RealNVP, _images, _likelihood),
+    "wgan": flax_model(
+        "WGAN-GP, critic", other_families.Critic, _two_images, _criticism
+    ),
 }
 _TEXT = {"layers": 1, "width": 256, "vocabulary": 2048, "batch": 8, "length": 256}
 _HEADS = _TEXT | {"heads": 4, "hidden": 1024}
@@ -159,16 +135,4 @@ SIZES_OF_OTHERS: dict[str, Sizes] = {
     "nerf": {"layers": 4, "width": 128, "rays": 512, "samples": 32},
     "realnvp": {"couplings": 4, "width": 128, "image": 32, "batch": 32},
     "wgan": {"widths": (64, 128, 256), "image": 32, "batch": 32},
-}
-TITLES_OF_OTHERS = {
-    "dlrm": "DLRM",
-    "swin": "Swin",
-    "vae": "VAE",
-    "t5": "T5",
-    "gemma": "Gemma",
-    "mamba": "Mamba",
-    "linear attention": "gated linear attention",
-    "nerf": "NeRF",
-    "realnvp": "RealNVP",
-    "wgan": "WGAN-GP, critic",
 }

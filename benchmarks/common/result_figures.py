@@ -12,7 +12,7 @@ from benchmarks import convergence, step_overhead, train_step
 from benchmarks.common import compiled_tables, measured_tables, plots, storage
 from benchmarks.common.committed import load
 from benchmarks.common.measured_tables import train_steps
-from benchmarks.common.models import TITLES
+from benchmarks.common.models import MODELS
 from benchmarks.common.storage import ADAFACTOR, ADAM, FLOAT32, Storage
 from benchmarks.common.tasks import TITLES as TASK_TITLES
 from benchmarks.common.timing import ratios
@@ -44,7 +44,7 @@ def draw_times() -> Figure:
     results, series = train_steps(), {}
     for title, name in train_step.IN_BFLOAT16.items():
         series[title] = {
-            TITLES[model]: ratios(found["rows"], name, TF32)
+            MODELS[model].title: ratios(found["rows"], name, TF32)
             for model, found in results.items()
         }
     title = f"Train steps in bfloat16: {_device('h100/train_step-unet.json')}"

@@ -133,8 +133,7 @@ def test_turns_rotate_and_every_round_has_a_sample():
     ("model", "parameters"), [("cnn", 25.5e6), ("vit", 22.0e6), ("mlp", 20.0e6)]
 )
 def test_full_models_have_the_sizes_that_they_are_known_by(model, parameters):
-    _, make_shapes = MODELS[model]
-    params, *_ = jax.eval_shape(lambda: make_shapes(SIZES["full"][model]))
+    params, *_ = MODELS[model].shapes(SIZES["full"][model])
     count = sum(x.size for x in jax.tree.leaves(params))
     assert math.isclose(count, parameters, rel_tol=0.005)
 

@@ -24,10 +24,9 @@ MERGED = {"pinn": 12}
 
 @pytest.mark.parametrize("family", [*FAMILIES, "vit"])
 def test_products_are_in_half_by_hand_and_by_autocast(family):
-    make_loss, make_shapes = MODELS[family]
-    sizes = SIZES["small"][family]
-    params, _, *batch = jax.eval_shape(lambda: make_shapes(sizes))
-    plain, by_hand = make_loss("float32", sizes), make_loss("bfloat16", sizes)
+    model, sizes = MODELS[family], SIZES["small"][family]
+    params, _, *batch = model.shapes(sizes)
+    plain, by_hand = (model.make_loss(x, sizes) for x in ("float32", "bfloat16"))
     f32, by_hand, by_autocast = (
         list(map(jaxprs.is_half, jaxprs.products(jaxprs.trace(grad, params, *batch))))
         for loss in (plain, by_hand, autocast(plain, "mixed_bfloat16"))

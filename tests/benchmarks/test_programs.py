@@ -73,10 +73,10 @@ def test_a_compiled_step_has_every_figure_and_takes_over_what_is_donated(monkeyp
     [("transformer", 0), ("mlp", 1)],  # nothing is differentiated by the images
 )
 def test_a_product_in_fp8_has_two_more_for_its_gradients(model, with_one_gradient):
-    make_loss, make_shapes = MODELS[model]
     sizes = SIZES["ci"][model]
-    params, _, *batch = make_shapes(sizes)
-    report = explain(make_loss("float32", sizes), "mixed_fp8")(params, *batch)
+    params, _, *batch = MODELS[model].make_shapes(sizes)
+    loss = MODELS[model].make_loss("float32", sizes)
+    report = explain(loss, "mixed_fp8")(params, *batch)
     forward = collections.Counter(row.op_class for row in report.rows)["fp8"]
     found = fp8_by_rule(Step(model, "fp8", GRAD_AUTOCAST), sizes)
     assert found == 3 * forward - with_one_gradient > 0

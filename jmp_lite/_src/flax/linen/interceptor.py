@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jmp_lite._src import dtypes, fp8, trees
 from jmp_lite._src.flax import attention, module_policies
 from jmp_lite._src.flax.module_policies import ModulePolicies, ModulePolicy
-from jmp_lite._src.jaxprs.core import ClosedJaxpr
+from jmp_lite._src.jaxprs.tracing import trace
 from jmp_lite._src.trees import PyTree
 
 
@@ -67,7 +67,7 @@ class PolicyInterceptor:
         # Nothing is cast yet: half-precision parameters or inputs may meet float32.
         promotion = jax.numpy_dtype_promotion("standard")
         with nn.intercept_methods(record), promotion, self.policies.in_float32():
-            trace(fun, *args)
+            trace(fun, args)
         self.resolved = self.policies.resolve(self.modules, self._own_dtypes)
 
     def cast(self, variables: PyTree, role: str = "compute_dtype") -> PyTree:
@@ -213,15 +213,6 @@ _NORMS = (
 )
 
 _ATTENTION = nn.MultiHeadDotProductAttention
-
-
-def trace(fun: Callable[..., PyTree], *args: PyTree) -> ClosedJaxpr:
-    """Return the jaxpr of a function without its results, which may be no arrays."""
-
-    def without_results(*args):
-        fun(*args)
-
-    return jax.make_jaxpr(without_results)(*args)
 
 
 def _is_flax_layer(cls: type) -> bool:

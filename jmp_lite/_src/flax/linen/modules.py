@@ -22,8 +22,9 @@ import jax
 from jmp_lite._src import trees
 from jmp_lite._src.autocast.transform import sums_in_float32
 from jmp_lite._src.flax import module_policies, products
-from jmp_lite._src.flax.linen.interceptor import PolicyInterceptor, trace
+from jmp_lite._src.flax.linen.interceptor import PolicyInterceptor
 from jmp_lite._src.flax.module_policies import Explanation, ModulePolicies
+from jmp_lite._src.jaxprs.tracing import trace
 from jmp_lite._src.policy import Policy, PolicyMap
 from jmp_lite._src.trees import PyTree
 
@@ -134,12 +135,6 @@ class PolicyModule:
         kwargs["method"] = run.flagged(kwargs.get("method"))
         run.collect(lambda: self.module.apply(variables, *args, **kwargs))
 
-        def of_variables(variables):
-            return run(self.module.apply, run.cast(variables), *args, **kwargs)
-
-        name = type(self.module).__name__
-        products.warn(name, run.resolved, lambda: trace(of_variables, variables))
-
         def call(variables, args, kwargs):
             cast = run.cast(variables)
             out = run(self.module.apply, cast, *args, **kwargs)
@@ -148,6 +143,10 @@ class PolicyModule:
             out, updated = out
             return out, _with_dtypes_of(variables, cast, updated)
 
+        def traced():
+            return trace(lambda v: call(v, args, kwargs), (variables,)).closed
+
+        products.warn(type(self.module).__name__, run.resolved, traced)
         reduce_dtype = self.policies.reduce_dtype
         return sums_in_float32(call, reduce_dtype)(variables, args, kwargs)
 
@@ -162,8 +161,9 @@ class PolicyModule:
         """
         run = PolicyInterceptor(self.policies, always_trace=True)
         kwargs["method"] = run.flagged(kwargs.get("method"))
-        run.collect(lambda v: self.module.apply(v, *args, **kwargs), variables)
-        trace(lambda v: run(self.module.apply, run.cast(v), *args, **kwargs), variables)
+        apply = self.module.apply
+        run.collect(lambda v: apply(v, *args, **kwargs), variables)
+        trace(lambda v: run(apply, run.cast(v), *args, **kwargs), (variables,))
         return run.explain(variables)
 
     def _init(self, init: Callable[..., Any], *args: Any, **kwargs: Any) -> PyTree:

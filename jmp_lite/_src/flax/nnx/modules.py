@@ -291,7 +291,7 @@ def _take_policy_off(module: Any) -> None:
     if "_policy_dtype" in vars(module):
         del module._policy_dtype
     if _is_in_fp8(module):
-        _take_out_of_fp8(module)
+        module.dot_general, module.promote_dtype = lax.dot_general, promote_dtype
     if isinstance(getattr(module, "activation_fn", None), _InFloat32):
         module.activation_fn = module.activation_fn.fun
 
@@ -321,10 +321,6 @@ def _is_in_fp8(module: nnx.Module) -> bool:
     return getattr(module, "dot_general", None) is fp8.large_dot_general
 
 
-def _take_out_of_fp8(module: Any) -> None:
-    module.dot_general, module.promote_dtype = lax.dot_general, promote_dtype
-
-
 def _takes_fp8(module: Any) -> bool:
     """Return whether a large layer multiplies by a `dot_general` its author left."""
     if isinstance(module, nnx.Linear):
@@ -333,12 +329,12 @@ def _takes_fp8(module: Any) -> bool:
         sizes = math.prod(module.in_features), math.prod(module.out_features)
     else:
         return False
-    is_free = _is_in_fp8(module) or (
+    return (
         module.dot_general in (None, lax.dot_general)
         and getattr(module, "dot_general_cls", None) is None
         and module.promote_dtype is promote_dtype
+        and not fp8.why_not_sizes(sizes)
     )
-    return is_free and not fp8.why_not_sizes(sizes)
 
 
 def _keep_kernel(
