@@ -117,7 +117,7 @@ def _takes_value(update: Callable[..., object]) -> bool:
 def strongly_typed(x: object) -> object:
     """Return a number or array as a strongly typed array; other leaves unchanged."""
     if isinstance(x, bool | int | float | complex):
-        x = arguments.array(x)
+        x = jnp.asarray(x)
     # A key array is a jax.Array, but has no weak_type.
     if not isinstance(x, jax.Array) or not getattr(x, "weak_type", False):
         return x
