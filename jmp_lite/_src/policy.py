@@ -234,8 +234,7 @@ def get_policy(policy: "str | Policy") -> Policy:
                 f"dtype {dtypes.known_names()}; or matmul=fp8 (m=fp8), "
                 "reduce=float32 (r=f32)."
             )
-        is_dtype = field != "matmul_dtype"
-        given[field] = dtypes.parse_dtype(value) if is_dtype else value.strip()
+        given[field] = value.strip()
     given.setdefault("param_dtype", jnp.float32)
     given.setdefault("compute_dtype", given["param_dtype"])
     given.setdefault("output_dtype", given["compute_dtype"])
