@@ -80,9 +80,8 @@ def parse_dtype(value: DTypeLike | None) -> DTypeLike:
         raise TypeError(
             f"Expected a floating dtype or its name ({known_names()}), got {value!r}."
         ) from None
-    for known in DTYPE_NAMES:
-        if dtype == known:
-            return known
+    if is_castable(dtype):
+        return getattr(jnp, dtype.name)
     # NumPy's longdouble is floating, but JAX does not support it.
     if jnp.issubdtype(dtype, jnp.floating) and hasattr(jnp, dtype.name):
         raise ValueError(
@@ -104,10 +103,8 @@ def known_names() -> str:
 
 def dtype_name(dtype: DTypeLike) -> str:
     """Return the short name of a dtype: `"f16"`, `"full"`, `"float8_e4m3fn"`."""
-    for known, names in DTYPE_NAMES.items():
-        if dtype == known:
-            return names[0]
-    return jnp.dtype(dtype).name
+    dtype = jnp.dtype(dtype)
+    return DTYPE_NAMES[dtype.type][0] if is_castable(dtype) else dtype.name
 
 
 _PLATFORMS = ("cpu", "gpu", "tpu", "cuda", "rocm", "metal", "xpu", "neuron")

@@ -7,7 +7,6 @@ divided by it afterwards. All runs inside `jit`; no value is read on the host.
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable
 from typing import TypeVar, get_args
 
 import jax
@@ -191,8 +190,8 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
         if arguments.is_number(self.loss_scale):
             _check_positive(self.loss_scale)
 
-        def number(name, expected="", holds: Callable[[float], bool] = lambda x: True):
-            return arguments.number(getattr(self, name), name, expected, holds)
+        def number(name, *condition):
+            return arguments.number(getattr(self, name), name, *condition)
 
         factor = number("factor", "finite and above 1", lambda x: 1 < x < math.inf)
         backoff = _InverseOfFactor(1 / factor)
@@ -202,19 +201,17 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
         arguments.one_of(self.hysteresis_refill, "hysteresis_refill", _REFILLS)
         bad_steps = 0 if self.bad_steps is None else self.bad_steps
         bad_steps = _as_scalar(bad_steps, "bad_steps", jnp.int32)
-        settings = {
-            "loss_scale": _as_scalar(self.loss_scale, "loss_scale", jnp.float32),
-            "counter": _as_scalar(self.counter, "counter", jnp.int32),
-            "period": arguments.count(self.period, "period"),
-            "factor": factor,
-            "min_loss_scale": number("min_loss_scale"),
-            "backoff_factor": backoff,
-            "max_loss_scale": number("max_loss_scale"),
-            "hysteresis": hysteresis,
-            "bad_steps": bad_steps if hysteresis > 1 else None,
-        }
-        for name, value in settings.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            loss_scale=_as_scalar(self.loss_scale, "loss_scale", jnp.float32),
+            counter=_as_scalar(self.counter, "counter", jnp.int32),
+            period=arguments.count(self.period, "period"),
+            factor=factor,
+            min_loss_scale=number("min_loss_scale"),
+            backoff_factor=backoff,
+            max_loss_scale=number("max_loss_scale"),
+            hysteresis=hysteresis,
+            bad_steps=bad_steps if hysteresis > 1 else None,
+        )
         self._check_bounds()
 
     def scale(self, tree: T) -> T:

@@ -234,8 +234,7 @@ def get_policy(policy: "str | Policy") -> Policy:
                 f"dtype {dtypes.known_names()}; or matmul=fp8 (m=fp8), "
                 "reduce=float32 (r=f32)."
             )
-        is_dtype = field != "matmul_dtype"
-        given[field] = dtypes.parse_dtype(value) if is_dtype else value.strip()
+        given[field] = value.strip()
     given.setdefault("param_dtype", jnp.float32)
     given.setdefault("compute_dtype", given["param_dtype"])
     given.setdefault("output_dtype", given["compute_dtype"])
@@ -395,24 +394,23 @@ class PolicyMap:
           'Net/mlp'
         """
         known = dict.fromkeys(outer for path in paths for outer in paths_around(path))
-        has_params = any(path.split("/")[0] == "params" for path in known)
-        has_class = False
+        has_params, has_class = "params" in known, False
         # What a pattern may call a path: itself, that in its model, with its class.
-        own, short, full = dict(zip(known, known, strict=True)), {}, {}
+        own, short, full = {path: path for path in known}, {}, {}
         for path in known:
             name, module = (model, path) if model else split_at_model(path)
             has_class = has_class or bool(name) and not has_params
             short[path] = path.partition("/")[2] if has_params else module
-            full[path] = scope_of(name, module)
+            full[path] = "/".join(filter(None, (name, module)))
 
         def fit(pattern: str) -> str:
+            if any(applies(pattern, path) for path in known):
+                return pattern
             wanted = [pattern, re.sub("^params(/|$)", "", pattern)]
             if not has_class:  # of two models, each has a class of its own
                 wanted.append(re.sub(f"^{_CLASS}(/|$)", "", pattern))
             for asked, names in itertools.product(wanted, (own, short, full)):
                 found = [path for path in known if applies(asked, names[path])]
-                if found and asked == pattern and names is own:
-                    return pattern
                 if found:
                     inner = {x for x in found if {*paths_around(x)[:-1]} & {*found}}
                     return "|".join(re.escape(x) for x in found if x not in inner)
@@ -480,11 +478,6 @@ def split_at_model(path: str) -> tuple[str, str]:
     return "", path
 
 
-def scope_of(model: str, module: str) -> str:
-    """Return the scope of a module in a linen model, which has a class or `""`."""
-    return "/".join(filter(None, (model, module)))
-
-
 def pattern_of(layer: str) -> str:
     r"""Return a pattern that is a layer, whether it names a scope or a module.
 
@@ -494,7 +487,8 @@ def pattern_of(layer: str) -> str:
       >>> pattern_of("squares.all")
       'squares\\.all'
     """
-    return re.escape(scope_of(*split_at_model(layer))).replace(r"\-", "-")
+    scope = "/".join(filter(None, split_at_model(layer)))
+    return re.escape(scope).replace(r"\-", "-")
 
 
 @functools.lru_cache(maxsize=4096)

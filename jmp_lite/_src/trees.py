@@ -47,8 +47,7 @@ def register_dataclass(cls: type[T]) -> type[T]:
 
     def unflatten(metadata, children):
         self = object.__new__(cls)
-        for name, value in zip(static + dynamic, (*metadata, *children), strict=True):
-            object.__setattr__(self, name, value)
+        vars(self).update(zip(static + dynamic, (*metadata, *children), strict=True))
         return self
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)

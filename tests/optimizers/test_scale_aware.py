@@ -108,6 +108,12 @@ def test_the_state_keeps_the_dtypes_of_init_whatever_the_inner_optimiser_does():
     assert int(state.inner_state["count"]) == 2
 
 
+def test_a_number_in_a_state_that_no_array_holds_is_refused():
+    inner = optax.GradientTransformation(lambda params: 2**40, optax.identity().update)
+    with pytest.raises(OverflowError, match="1099511627776"):
+        scale_aware(inner).init(jnp.ones(2))
+
+
 def test_the_counters_follow_the_steps():
     tx = scale_aware(optax.sgd(1.0), DynamicLossScale(8.0, period=2))
     params = jnp.zeros(1)

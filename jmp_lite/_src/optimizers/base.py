@@ -25,8 +25,9 @@ from jmp_lite._src import arguments, dtypes, trees
 def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     """Return an inner optimiser as a transformation that takes extra arguments.
 
-    The loss `value` is only passed to one that takes it by name or as `**kwargs`. If an
-    update fails, the error says how gradients differ from what the state is for.
+    Numbers and arrays of its state are strongly typed. The loss `value` is only passed
+    to one that takes it by name or as `**kwargs`. If an update fails, the error says
+    how gradients differ from what the state is for.
     """
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         remedy = ""
@@ -47,10 +48,11 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
         if params is None:
             raise ValueError("Expected parameters: call init(params), got None.")
         try:
-            return inner.init(params)
+            state = inner.init(params)
         except (OverflowError, TypeError, ValueError):
             check_leaves(params, "parameters", functions=False)
             raise
+        return jax.tree.map(strongly_typed, state)
 
     def update_fn(updates, state, params=None, **extra):
         if not takes_value:
@@ -109,10 +111,7 @@ def _is_ours(error: Exception) -> bool:
 
 
 def _takes_value(update: Callable[..., object]) -> bool:
-    try:
-        parameters = inspect.signature(update).parameters
-    except (TypeError, ValueError):  # the signature is unknown
-        return True
+    parameters = inspect.signature(update).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     return "value" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
@@ -120,7 +119,7 @@ def _takes_value(update: Callable[..., object]) -> bool:
 def strongly_typed(x: object) -> object:
     """Return a number or array as a strongly typed array; other leaves unchanged."""
     if isinstance(x, bool | int | float | complex):
-        x = arguments.array(x)
+        x = jnp.asarray(x)
     # A key array is a jax.Array, but has no weak_type.
     if not isinstance(x, jax.Array) or not getattr(x, "weak_type", False):
         return x

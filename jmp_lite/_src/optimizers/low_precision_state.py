@@ -185,7 +185,6 @@ def low_precision_state(
         paths = trees.key_paths(base.fast_params(params))
         policy.check_patterns([pattern for pattern, _ in choice.rules], paths)
         inner_state = with_remainders(inner.init(params), stored)
-        inner_state = jax.tree.map(base.strongly_typed, inner_state)
         inner_state = _store_moments(inner_state, params, choice, where)
         variables = compat.nnx_class("Variable")
         inner_state = trees.map_nodes(_around_variable, inner_state, variables)

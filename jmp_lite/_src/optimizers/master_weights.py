@@ -120,18 +120,16 @@ def master_weights(
         kind, owner = MasterRemaindersState, 'master_weights(..., storage="remainder")'
 
     def init_fn(params: optax.Params) -> optax.OptState:
-        # Copied, because a step may donate both its state and the parameters.
-        masters = jax.tree.map(
-            lambda p, m: jnp.copy(m) if m is p and isinstance(m, jax.Array) else m,
-            params,
-            trees.cast_at_least_float32(params),
-        )
-        masters = jax.tree.map(base.strongly_typed, masters)
+        def master(p):
+            m = base.strongly_typed(trees.cast_at_least_float32(p))
+            # Copied, because a step may donate both its state and the parameters.
+            return jnp.copy(m) if m is p and isinstance(m, jax.Array) else m
+
+        masters = jax.tree.map(master, params)
         # For the same reason, the inner state must not share buffers with the masters.
-        masters, inner_state = trees.copy_shared_buffers((masters, inner.init(masters)))
-        inner_state = jax.tree.map(base.strongly_typed, inner_state)
+        state = trees.copy_shared_buffers(kind(inner.init(masters), masters))
         # Inside of scale_aware, the parameters are float32 here: it does this again.
-        return with_remainders(kind(inner_state, masters), base.stored_dtypes(params))
+        return with_remainders(state, base.stored_dtypes(params))
 
     def update_fn(updates, state, params=None, **extra):
         old, half_dtypes = base.check_update(updates, state, params, kind, owner)

@@ -212,9 +212,8 @@ def scale_aware(
         if trees.find(inner_state, ScaleAwareState):
             raise ValueError(_UNSCALED_TWICE)
         warn_if_updates_are_lost(params, inner_state)
-        inner_state = with_remainders(inner_state, base.stored_dtypes(params))
         return ScaleAwareState(
-            inner_state=jax.tree.map(base.strongly_typed, inner_state),
+            inner_state=with_remainders(inner_state, base.stored_dtypes(params)),
             # Copied, because a step may donate its state while the initial loss scale
             # is used for other states.
             loss_scale=jax.tree.map(jnp.copy, loss_scale),

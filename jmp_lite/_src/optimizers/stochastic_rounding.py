@@ -81,9 +81,7 @@ def stochastic_rounding(
     def init_fn(params: optax.Params) -> optax.OptState:
         inner_state = inner.init(trees.cast_at_least_float32(params))
         # The key is copied, because a step may donate its state.
-        return StochasticRoundingState(
-            jax.tree.map(base.strongly_typed, inner_state), jnp.copy(key)
-        )
+        return StochasticRoundingState(inner_state, jnp.copy(key))
 
     def update_fn(updates, state, params=None, **extra):
         old, half_dtypes = base.check_update(
