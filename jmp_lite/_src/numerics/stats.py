@@ -97,6 +97,55 @@ def value_stats(
     return measure(array, dtypes.parse_dtype(dtype), bool(histogram))
 
 
+def empty(*, histogram: bool = False) -> ValueStats:
+    """Return the statistics of no numbers, to start `merge` with.
+
+    Args:
+      histogram: as for `value_stats`.
+
+    Returns:
+      The statistics.
+
+    Examples:
+      >>> empty().min_abs.item()
+      inf
+    """
+    arguments.flag(histogram, "histogram")
+    zero = jnp.zeros((), jnp.float32)
+    return ValueStats(
+        *[zero] * 7,
+        min_abs=jnp.full((), jnp.inf, jnp.float32),
+        histogram=jnp.zeros(len(EXPONENTS), jnp.float32) if histogram else None,
+    )
+
+
+def merge(a: ValueStats, b: ValueStats) -> ValueStats:
+    """Return the statistics of the numbers of two statistics together.
+
+    Args:
+      a: statistics, or those of several arrays, stacked.
+      b: statistics of the same shapes.
+
+    Returns:
+      The statistics, without a histogram if one of the two has none.
+
+    Raises:
+      TypeError: one of the two is no `ValueStats`.
+
+    Examples:
+      >>> x = jnp.array([0.5, 8.0])
+      >>> both = merge(value_stats(x, "f16"), value_stats(-2 * x, "f16"))
+      >>> both.size.item(), both.min_abs.item(), both.max_abs.item()
+      (4.0, 0.5, 16.0)
+    """
+    for stats in (a, b):
+        if not isinstance(stats, ValueStats):
+            raise TypeError(f"Expected two ValueStats to merge, got {stats!r}.")
+    if a.histogram is None or b.histogram is None:
+        a, b = a._replace(histogram=None), b._replace(histogram=None)
+    return merge_stacked(jax.tree.map(lambda x, y: jnp.stack([x, y]), a, b))
+
+
 def merge_stacked(stats: ValueStats) -> ValueStats:
     """Merge statistics that are stacked along the first axis."""
     # Magnitudes as integers in the same order: subnormal numbers are none to XLA.
@@ -176,8 +225,7 @@ def merge_on_host(a: ValueStats, b: ValueStats) -> ValueStats:
 def measure(x: jax.Array, dtype: DTypeLike, histogram: bool) -> ValueStats:
     """Return `value_stats(x, dtype)` for any floating dtype, fp8 included."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        parts = [measure(part, dtype, histogram) for part in (x.real, x.imag)]
-        return merge_stacked(jax.tree.map(lambda *xs: jnp.stack(xs), *parts))
+        return merge(*(measure(part, dtype, histogram) for part in (x.real, x.imag)))
     # The cast is exact, and the exponent of a float16 or fp8 subnormal can be read.
     wide = np.float64 if x.dtype == jnp.float64 else np.float32
     borders, _, no_sign = _borders(wide, dtype)

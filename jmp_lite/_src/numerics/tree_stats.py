@@ -13,6 +13,7 @@ from jmp_lite._src import dtypes, reports, trees
 from jmp_lite._src.numerics.stats import (
     EXPONENTS,
     ValueStats,
+    empty,
     merge_stacked,
     value_stats,
 )
@@ -148,11 +149,11 @@ def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = False) -> TreeS
     ]
     dtype = dtypes.parse_dtype(dtype)
     rows = [value_stats(leaf, dtype, histogram=histogram) for _, leaf in leaves]
-    if rows:
-        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *rows)
-    else:
-        counts = jax.vmap(lambda x: value_stats(x, dtype, histogram=histogram))
-        stacked = counts(jnp.zeros((0, 1), jnp.float32))
+    stacked = jax.tree.map(
+        lambda one, *xs: jnp.stack(xs) if xs else jnp.zeros((0, *one.shape), one.dtype),
+        empty(histogram=histogram),
+        *rows,
+    )
     return TreeStats(stacked, tuple(path for path, _ in leaves), dtype)
 
 
