@@ -158,6 +158,13 @@ def test_the_body_of_a_while_counts_once_and_the_report_says_so(fun: Any) -> Non
     )
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_fp8"])
+def test_shapes_are_enough(policy) -> None:
+    shape = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    report = explain(lambda a, b: jnp.tanh(a @ b) @ b, policy)(shape, shape)
+    assert report.half_flops_share == 1.0
+
+
 def segments(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.ops.segment_max(x @ w, jnp.asarray([0, 0, 1, 1]), 2)
 

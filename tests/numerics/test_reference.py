@@ -138,9 +138,10 @@ def test_a_product_in_half_among_others_is_warned_of(half: str) -> None:
         f"2[57]% of its .* FLOPs in {half} already: dot_general in chosen at .*"
         "not measured"
     )
-    for look in (dry_run, advise):
+    mixed = f"mixed_{half}"
+    for look, policy in [(dry_run, mixed), (advise, mixed), (advise, "full")]:
         with pytest.warns(UserWarning, match=text) as caught:
-            look(one_product_in_half(half), f"mixed_{half}")(W, X)
+            look(one_product_in_half(half), policy)(W, X)
         assert [warning.filename for warning in caught] == [__file__]
 
 

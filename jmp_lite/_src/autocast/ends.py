@@ -21,7 +21,7 @@ def find_ends(jaxpr: Jaxpr, ops: Sequence[Op], place: Place) -> Ends:
     stacks = map(name_scopes.of, jaxpr.eqns)
     is_backward = [name_scopes.is_backward(stack, around) for stack in stacks]
     pairs = [*zip(ops, is_backward, strict=True)]
-    backward = {v: back for op, back in pairs for v in op.eqn.outvars}
+    backward: dict[Var, bool] = {v: back for op, back in pairs for v in op.eqn.outvars}
 
     def outputs(others: Set[int]) -> set[Var]:
         outs = (v for k, v in enumerate(jaxpr.outvars) if k not in others)

@@ -256,7 +256,7 @@ def explain(
     def explained(*args: P.args, **kwargs: P.kwargs) -> AutocastReport:
         planned = transform.plan_call(fun, policy, compute_dtype, rules, args, kwargs)
         before = planned.traced.closed
-        after = jax.make_jaxpr(lambda: planned.arrays())()
+        after = jax.make_jaxpr(planned.arrays)(planned.traced.args)
         casts_before, casts_after = (
             control_flow.count_eqns(compat.open_jaxpr(jaxpr).eqns, half_calls.is_cast)
             for jaxpr in (before, after)

@@ -352,12 +352,12 @@ class PlannedCall:
 
     def run(self) -> PyTree:
         """Return what the function returns, in the dtypes that it would have."""
-        return self.traced.restore(self.arrays())
+        return self.traced.restore(self.arrays(self.traced.args))
 
-    def arrays(self) -> list[jax.Array]:
-        """Return the arrays of what the function returns."""
+    def arrays(self, args: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the arrays of what the function returns, of arguments as traced."""
         half_out = (False,) * len(self.plan.outs)
-        args = list(map(sums.in_context, self.traced.args))
+        args = list(map(sums.in_context, args))
         fun = functools.partial(Emitter(self.analyzer).run, self.plan, half_out)
         jaxpr = self.plan.jaxpr
         is_long = len(jaxpr.eqns) >= repeats.LEAST_EQNS and not jaxpr.effects

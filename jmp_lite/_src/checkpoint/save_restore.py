@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from jmp_lite._src import arguments
 from jmp_lite._src.checkpoint import arrays as on_disk
 from jmp_lite._src.checkpoint import counters, leaves, low_precision
 from jmp_lite._src.checkpoint import folder as folders
@@ -57,6 +58,7 @@ def save(
       keep: how many checkpoints to keep, at least 1.
 
     Raises:
+      TypeError: `keep` is no number.
       ValueError: `folder`, `step` or `keep` is invalid; the folder has a later step, a
         link to one, or something else in the place of the step or the lock; two leaves
         have the same path; a Python int has more than 64 bits.
@@ -73,8 +75,7 @@ def save(
     """
     root = folders.resolve_folder(folder, to_save=True)
     step = folders.step_number(getattr(state, "step", None) if step is None else step)
-    if not isinstance(keep, int) or keep < 1:
-        raise ValueError(f"Expected to keep at least 1 checkpoint, got keep={keep!r}.")
+    keep = arguments.count(keep, "keep")
     arrays, specs = records.encode(state)
     place = folders.place_to_save(root, step)
     with contextlib.ExitStack() as lock:

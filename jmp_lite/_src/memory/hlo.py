@@ -200,8 +200,9 @@ def count(text: str, instructions: Sequence[Instruction] = ()) -> Counts:
         found["half_sums"] += is_half_sum
         found["conditionals"] += x.opcode == "conditional"
         found["host_transfers"] += bool(_HOST.search(x.line))
+    counted = "kernels casts half_sums conditionals host_transfers traffic".split()
     return Counts(
-        **found,
+        **{name: found[name] for name in counted},
         aliased=len(_ALIAS.findall(text.partition("\n")[0])),
         collectives=dict(sorted(moved.items())),
         collective_calls=dict(sorted(calls.items())),

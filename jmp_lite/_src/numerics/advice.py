@@ -217,9 +217,11 @@ def advise(
             measured = measure(step_of(1.0), start, (args, kwargs), caller="advise")
             name = jnp.dtype(dtype).name
             why = f"The policy computes in {name}: there is nothing to do."
-            return Advice(start, NoOpLossScale(), (why,), (), measured.report)
-        search = _Search(step_of, start, (args, kwargs), dtype, headroom, previous)
-        advice, warning = search.run()
+            advice = Advice(start, NoOpLossScale(), (why,), (), measured.report)
+            warning = measured.warning
+        else:
+            search = _Search(step_of, start, (args, kwargs), dtype, headroom, previous)
+            advice, warning = search.run()
         if warning:
             warnings.warn(warning, stacklevel=2)
         return advice

@@ -111,7 +111,10 @@ def _is_ours(error: Exception) -> bool:
 
 
 def _takes_value(update: Callable[..., object]) -> bool:
-    parameters = inspect.signature(update).parameters
+    try:
+        parameters = inspect.signature(update).parameters
+    except (TypeError, ValueError):  # the signature is unknown
+        return True
     kinds = {parameter.kind for parameter in parameters.values()}
     return "value" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
