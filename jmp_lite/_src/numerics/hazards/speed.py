@@ -9,6 +9,7 @@ from jmp_lite._src.autocast import products
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards.graph import Value, behind
 from jmp_lite._src.numerics.hazards.rule import Program, rule
+from jmp_lite._src.reports import percent
 
 # Matrix units process tiles of a multiple of this size, in 16-bit numbers.
 _TILES = {"gpu": 8, "tpu": 128}
@@ -89,8 +90,8 @@ def _float64_operands(value: Value) -> list[Value]:
 
 def _share_of_line(what: str, value: Value, program: Program) -> str | None:
     if value in program.left:
-        share = program.left_of_lines[value.line] / program.total
-        return f"{what}; {share:.1%} of all matrix-product FLOPs on this line"
+        share = percent(program.left_of_lines[value.line] / program.total)
+        return f"{what}; {share} of all matrix-product FLOPs on this line"
 
 
 @_of_products(
