@@ -262,10 +262,8 @@ class Analyzer:
                     of[var] = of.get(var, 0) | use
 
         note(described.jaxpr.outvars, uses)
-        body, softmaxes = (
-            Body(self, place, described.structure, described.ends, {}, set()),
-            [],
-        )
+        softmaxes: list[int] = []
+        body = Body(self, place, described.structure, described.ends, {}, set())
         for index in reversed(range(len(described.ops))):
             op = described.ops[index]
             results = [of.get(v, 0) for v in op.eqn.outvars]
