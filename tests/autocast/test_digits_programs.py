@@ -132,6 +132,16 @@ def recurrence_in_fori_loop(mm, w):
     return lax.fori_loop(0, 64, lambda i, h: gate[i] * h + x[i], first)
 
 
+def carry_that_begins_near_one(mm, w):
+    """What a loop carries is float32 from its first value on."""
+    return lax.fori_loop(0, 2, lambda _, h: _normalized(1000 * h), gates(mm, w))
+
+
+def carry_that_begins_as_a_product(mm, w):
+    h = mm(X, w) + 1000
+    return lax.scan(lambda h, _: (_normalized(h), h.sum()), h, length=2)[0]
+
+
 def gated_linear_attention(mm, w):
     gate, keys, values = gates(mm, w), mm(X, V) / 4, mm(X, V.T) / 4
 
@@ -174,6 +184,8 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "associative_scan": associative,
     "recurrence_in_scan": recurrence_in_scan,
     "recurrence_in_fori_loop": recurrence_in_fori_loop,
+    "carry_that_begins_near_one": carry_that_begins_near_one,
+    "carry_that_begins_as_a_product": carry_that_begins_as_a_product,
     "gated_linear_attention": gated_linear_attention,
     "difference_of_softmaxes": difference_of_softmaxes,
     "softmax_less_its_mean": lambda mm, w: jax.nn.softmax(mm(X, w / 16)) - 1 / N,

@@ -33,7 +33,7 @@ from jmp_lite._src.autocast.storage import (
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Var
-from jmp_lite._src.jaxprs.primitives import CALLS, CAST, CLASSES, Fact, facts
+from jmp_lite._src.jaxprs.primitives import CALLS, CAST, CLASSES, LOOPS, Fact, facts
 
 # What is smaller is a scalar or a few of them, and no array that pays to round.
 _FEW = 64
@@ -415,6 +415,8 @@ class SubJaxprs(Rule):
 
     def reads(self, op, uses, body):
         found = [0] * len(op.eqn.invars)
+        # What a loop carries is float32 from the beginning: nothing is gained in half.
+        fixed = Use.RETURNED if op.eqn.primitive.name in LOOPS else Use.FLOAT32
         if op.eqn.primitive.name == "cond":
             found[0] = Use.FLOAT32 | Use.ALL
         for sub in op.bodies:
@@ -422,7 +424,7 @@ class SubJaxprs(Rule):
             read = body.analyzer.uses_of(sub, place, _of_outputs(op, sub, uses))
             for k, i in enumerate(sub.operands):
                 is_fixed = k in sub.fixed_in
-                found[i] |= read[k] & Use.DIGITS | Use.FLOAT32 if is_fixed else read[k]
+                found[i] |= read[k] & Use.DIGITS | fixed if is_fixed else read[k]
         if op.eqn.primitive.name in CALLS:
             found = digits.of_call(op.eqn, found, body.structure)
         return [use or Use.RETURNED for use in found]  # it is passed in any case
