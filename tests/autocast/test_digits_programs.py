@@ -132,6 +132,12 @@ def recurrence_in_fori_loop(mm, w):
     return lax.fori_loop(0, 64, lambda i, h: gate[i] * h + x[i], first)
 
 
+def far_from_zero(mm, w):
+    """A move makes no number: what it moves is stored."""
+    h = (mm(X, w) + 1000)[::-1].at[2:4].set(X[:2])
+    return jax.nn.log_softmax(h)
+
+
 def carry_that_begins_near_one(mm, w):
     """What a loop carries is float32 from its first value on."""
     return lax.fori_loop(0, 2, lambda _, h: _normalized(1000 * h), gates(mm, w))
@@ -184,6 +190,7 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "associative_scan": associative,
     "recurrence_in_scan": recurrence_in_scan,
     "recurrence_in_fori_loop": recurrence_in_fori_loop,
+    "far_from_zero": far_from_zero,
     "carry_that_begins_near_one": carry_that_begins_near_one,
     "carry_that_begins_as_a_product": carry_that_begins_as_a_product,
     "gated_linear_attention": gated_linear_attention,

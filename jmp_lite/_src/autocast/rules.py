@@ -37,6 +37,8 @@ from jmp_lite._src.jaxprs.primitives import CALLS, CAST, CLASSES, LOOPS, Fact, f
 
 # What is smaller is a scalar or a few of them, and no array that pays to round.
 _FEW = 64
+# A number as large leaves a bfloat16 sum few digits behind the point.
+_FAR = 64
 
 
 class Op(NamedTuple):
@@ -293,7 +295,7 @@ class Arithmetic(Rule):
         return plan, outs
 
     def _adds_to_data(self, op: Op, ins: Sequence[Held], body: Body) -> bool:
-        """Return whether a sum adds what is stored in half to an argument.
+        """Return whether a sum adds what is stored in half to an argument or a number.
 
         That may be far from zero, as no product or norm is, and a norm may read the
         sum, which is as the argument is: not stored in half.
@@ -302,7 +304,10 @@ class Arithmetic(Rule):
         if not is_sum or core.size(op.eqn.outvars[0]) <= _FEW:
             return False
         pairs = zip(op.eqn.invars, ins, strict=True)
-        return any(x == INPUT and body.structure.is_full(v, op.eqn) for v, x in pairs)
+        return any(
+            x == INPUT and (_is_far(v) or body.structure.is_full(v, op.eqn))
+            for v, x in pairs
+        )
 
     def _is_half(self, op: Op, ins: Sequence[Held], body: Body) -> bool:
         """Return whether a result may be stored in half, by how operands are held."""
@@ -381,6 +386,11 @@ class Move(Rule):
         if known & Fact.IN_ORDER and ins[0] == INPUT:
             return False
         return bool(known & Fact.PERMUTES) and use == Use.HALF
+
+
+def _is_far(var: Var) -> bool:
+    """Return whether a variable is a number of the program that is far from zero."""
+    return compat.is_literal(var) and abs(float(var.val)) >= _FAR
 
 
 def _is_rounded(use: int) -> bool:
