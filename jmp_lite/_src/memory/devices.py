@@ -60,7 +60,8 @@ DEVICES = {
 def find(device: str) -> Device:
     """Return a device of `DEVICES`; raise if there is none."""
     others = "None: this machine. For another card, take the next older one and fits=."
-    return DEVICES[arguments.one_of(device, "device", (*DEVICES,), others)]
+    arguments.one_of(device, "device", (*DEVICES,), others)
+    return DEVICES[device]
 
 
 def mesh(device: str, **axes: int) -> Mesh:

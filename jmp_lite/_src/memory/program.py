@@ -66,15 +66,17 @@ def build(
             f"of_step compiles {name} as jax.jit does, and jax.jit cannot trace it: "
             f"{error}"
         ) from error
+    jaxpr = getattr(traced, "traced", traced).jaxpr  # nnx wraps what JAX traced
+    lowered = traced.lower()
     platform = mesh.devices.flat[0].platform if mesh else jax.default_backend()
-    compiled = _compile(traced.lower(), platform)
+    compiled = _compile(getattr(lowered, "lowered", lowered), platform)
     return Program(
         compiled=compiled,
         text=compiled.as_text() or "",
         args=args,
         kwargs=kwargs,
         result=result,
-        flops=_flops(compat.open_jaxpr(traced.jaxpr)),
+        flops=_flops(compat.open_jaxpr(jaxpr)),
         count=math.prod(axes.values()),
     )
 
@@ -127,8 +129,7 @@ def _trace(
         if donate_argnums:
             step = jax.jit(step, donate_argnums=donate_argnums)
         traced = step.trace(*args, **kwargs)
-        traced = getattr(traced, "traced", traced)  # nnx wraps what JAX traced
-        return traced, traced.out_info
+        return traced, getattr(traced, "out_info", None)
     result = None
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = [i for i, x in enumerate(leaves) if trees.is_array(x)]
@@ -178,9 +179,11 @@ def _flops(jaxpr: Jaxpr) -> int:
         total = 0
         for eqn in jaxpr.eqns:
             inside = [count(body) for body in compat.jaxprs_of(eqn)]
-            within = max(inside) if eqn.primitive.name == "cond" else sum(inside)
+            if eqn.primitive.name == "cond":
+                total += max(inside)
+                continue
             times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            total += products.flops(eqn) + times * within
+            total += products.flops(eqn) + times * sum(inside)
         return total
 
     return count(jaxpr)
