@@ -18,7 +18,7 @@ PYTEST_WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN = $(VENV)/bin
 
-# Installs in a fifth of the time that pip takes, and finds the oldest versions.
+# Installs faster than pip, and finds the oldest versions.
 UV_VERSION = uv==0.13.9
 # What makes a release.
 RELEASE_TOOLS = build==1.6.1 twine==7.0.0 $(UV_VERSION)

@@ -371,10 +371,7 @@ CHECKPOINTS: list[Row] = [
     (lambda f: ckpt.save(f, P, step=1.5), "a whole number for the step, got 1.5"),
     (lambda f: ckpt.save(f, P, step="4"), "a step of at least 0, got 4"),
     (lambda f: ckpt.save(f, P, step=jnp.arange(2)), "shape [2]", "pmap", "Pass step="),
-    (
-        lambda f: ckpt.save(f, P, step=4, keep=0),
-        "keep to be at least 1, a whole int32, got 0",
-    ),
+    (lambda f: ckpt.save(f, P, step=4, keep=0), "keep to be at least 1,", "got 0"),
     (lambda f: ckpt.save(f, {"a": 2**70}, step=4), "a is 11805", "64 bits at most"),
     (lambda f: ckpt.save(f, {"a": {"b": 1}, "a/b": 2}, step=4), "path a/b: rename one"),
     (lambda f: ckpt.restore(P, f), "a folder first, got dict", "restore(folder"),

@@ -212,6 +212,12 @@ def test_copy_shared_buffers_copies_the_later_of_two_that_share_a_buffer():
     assert trees.copy_shared_buffers((shape, shape)) == (shape, shape)
 
 
+def test_a_python_number_is_multiplied_as_float32():
+    assert float(trees.multiply(0.1, 1.0)) == np.float32(0.1)
+    assert float(trees.multiply(1e5, 2.0)) == 2e5
+    assert complex(trees.multiply(1.0 + 2.0j, 2.0)) == 2.0 + 4.0j
+
+
 def test_modules_are_trees_like_any_other(getkey):
     mlp = eqx.nn.MLP(2, 3, width_size=4, depth=0, key=getkey())
     linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))

@@ -133,8 +133,15 @@ def recurrence_in_fori_loop(mm, w):
 
 
 def far_from_zero(mm, w):
-    """A move makes no number: what it moves is stored."""
+    """An update reads what is stored, and no arithmetic before it is rounded."""
     h = (mm(X, w) + 1000)[::-1].at[2:4].set(X[:2])
+    return jax.nn.log_softmax(h)
+
+
+def far_by_a_constant(mm, w):
+    """The number is an array, of a function that is jitted."""
+    offset = jnp.asarray(-1000, w.dtype)
+    h = jax.jit(lambda h: offset - h)(mm(X, w)).at[2:4].set(X[:2])
     return jax.nn.log_softmax(h)
 
 
@@ -191,6 +198,7 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "recurrence_in_scan": recurrence_in_scan,
     "recurrence_in_fori_loop": recurrence_in_fori_loop,
     "far_from_zero": far_from_zero,
+    "far_by_a_constant": far_by_a_constant,
     "carry_that_begins_near_one": carry_that_begins_near_one,
     "carry_that_begins_as_a_product": carry_that_begins_as_a_product,
     "gated_linear_attention": gated_linear_attention,

@@ -37,7 +37,8 @@ class Mode(NamedTuple):
 _HALVES = (("bf16", None), ("f16", None), ("f16", True))
 MODES = [Mode(*half, inside) for half in _HALVES for inside in (False, True)]
 
-# Of 2000 programs, the largest multiple was 2.4: of 99 in 100, it was below 1.9.
+# Of 375 programs, one had a gradient beyond float16, with its loss scale of 1024; of
+# the others, the largest multiple was 2.8.
 LIMIT = 4
 # A spread, in units of the result, from which on it says nothing of smaller errors.
 CHAOTIC = 0.3

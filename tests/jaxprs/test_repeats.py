@@ -20,8 +20,9 @@ def layer(w, x, factor=1.0):
     return x + factor * jnp.tanh(y @ w["up"]) @ w["down"]
 
 
-def loss(weights, x, factors=(1.0,) * LAYERS):
-    for i, (w, factor) in enumerate(zip(weights, factors, strict=False)):
+def loss(weights, x, factors=None):
+    factors = factors or (1.0,) * len(weights)
+    for i, (w, factor) in enumerate(zip(weights, factors, strict=True)):
         with jax.named_scope(f"layer_{i}"):
             x = layer(w, x, factor)
     return jnp.mean(x * x)

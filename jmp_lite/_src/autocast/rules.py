@@ -37,7 +37,7 @@ from jmp_lite._src.jaxprs.primitives import CALLS, CAST, CLASSES, LOOPS, Fact, f
 
 # What is smaller is a scalar or a few of them, and no array that pays to round.
 _FEW = 64
-# A number as large leaves a bfloat16 sum few digits behind the point.
+# From this number on, those of bfloat16 are 0.5 or more apart.
 _FAR = 64
 
 
@@ -69,16 +69,7 @@ class Body(NamedTuple):
 
     def inside(self, op: Op, sub: SubJaxpr) -> Place:
         """Return where a jaxpr of an equation is."""
-        of_outputs = {
-            k: op.eqn.outvars[i]
-            for k, i in enumerate(sub.results)
-            if i is not None and k not in sub.fixed_out
-        }
-        continued, residuals, _ = self.ends
-        return self.place.inside(op.eqn, sub)._replace(
-            ends=frozenset(k for k, v in of_outputs.items() if v not in continued),
-            residuals=frozenset(k for k, v in of_outputs.items() if v in residuals),
-        )
+        return self.place.inside(op.eqn, sub, self.ends)
 
 
 Decision = tuple[EqnPlan, Sequence[Held]]
@@ -305,7 +296,7 @@ class Arithmetic(Rule):
             return False
         pairs = zip(op.eqn.invars, ins, strict=True)
         return any(
-            x == INPUT and (_is_far(v) or body.structure.is_full(v, op.eqn))
+            x == INPUT and (_may_be_far(v) or body.structure.is_full(v, op.eqn))
             for v, x in pairs
         )
 
@@ -388,9 +379,11 @@ class Move(Rule):
         return bool(known & Fact.PERMUTES) and use == Use.HALF
 
 
-def _is_far(var: Var) -> bool:
-    """Return whether a variable is a number of the program that is far from zero."""
-    return compat.is_literal(var) and abs(float(var.val)) >= _FAR
+def _may_be_far(var: Var) -> bool:
+    """Return whether a variable is one number, and not known to be near zero."""
+    if compat.is_literal(var):
+        return abs(float(var.val)) >= _FAR
+    return core.size(var) == 1
 
 
 def _is_rounded(use: int) -> bool:
@@ -425,7 +418,7 @@ class SubJaxprs(Rule):
 
     def reads(self, op, uses, body):
         found = [0] * len(op.eqn.invars)
-        # What a loop carries is float32 from the beginning: nothing is gained in half.
+        # A loop carries float32: to store the first value in half would save nothing.
         fixed = Use.RETURNED if op.eqn.primitive.name in LOOPS else Use.FLOAT32
         if op.eqn.primitive.name == "cond":
             found[0] = Use.FLOAT32 | Use.ALL

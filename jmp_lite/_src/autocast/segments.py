@@ -43,7 +43,6 @@ from jmp_lite._src.autocast.storage import (
     HALF,
     INPUT,
     OTHER,
-    Direction,
     Enclosing,
     Ends,
     EqnPlan,
@@ -52,7 +51,7 @@ from jmp_lite._src.autocast.storage import (
     Place,
     Segment,
 )
-from jmp_lite._src.jaxprs import core, name_scopes
+from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, variables
 from jmp_lite._src.jaxprs.primitives import Fact, facts, has
 
@@ -109,9 +108,6 @@ class Search:
                 self.computed.update(eqn.outvars)
             for v in operands if self.is_alive[i] else ():
                 self.readers[v].append(i)
-        around = place.direction is Direction.BACKWARD
-        stacks = map(name_scopes.of, self.eqns)
-        self.is_backward = [name_scopes.is_backward(stack, around) for stack in stacks]
         self.level = [0] * len(self.eqns)
         self.is_inside = [False] * len(self.eqns)
         # Sums that are stored: what reads them is of another segment.
@@ -331,7 +327,7 @@ class Search:
     def _crosses(self, var: Var, reader: int) -> bool:
         """Return whether the forward pass makes what the backward pass reads."""
         maker = self.made_by.get(var, reader)
-        return self.is_backward[maker] != self.is_backward[reader]
+        return self.ends.is_backward[maker] != self.ends.is_backward[reader]
 
     def _adds_row(self, eqn: Eqn) -> bool:
         """Return whether it adds a smaller array that products have computed."""

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Hashable, Iterator, Set
+from collections.abc import Hashable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -29,8 +29,8 @@ class Held(enum.IntEnum):
     """Stored in half: the result of a matrix product, or arithmetic of such."""
 
     INPUT = enum.auto()
-    """A parameter, data or a constant of the program, moved at most; data to which
-    results of products are added."""
+    """A parameter, data or a constant of the program, moved at most; data or a number
+    to which results of products are added."""
 
     FLOAT32 = enum.auto()
     """Held in float32."""
@@ -127,11 +127,12 @@ class Enclosing(enum.Enum):
 
 
 class Ends(NamedTuple):
-    """Where the values of a jaxpr end."""
+    """Where the values of a jaxpr end: see `ends`."""
 
-    continued: Set[Var]  # in a product of the same pass, or in an array as a result
-    residuals: Set[Var]  # in the backward pass alone, of the forward pass
-    kept: Set[Var]  # in what the backward pass of a loss reads, in a jaxpr of its own
+    is_backward: Sequence[bool]  # per equation, whether it is of the backward pass
+    continued: Set[Var]  # read by a product of the same pass, or returned as an array
+    residuals: Set[Var]  # of the forward pass, which the backward pass alone reads
+    kept: Set[Var]  # of a loss, which the backward pass reads in a jaxpr of its own
 
 
 class Place(NamedTuple):
@@ -142,20 +143,24 @@ class Place(NamedTuple):
     enclosing: Enclosing = Enclosing.NOTHING
     # The inputs that a loop carries, and the outputs that they are next.
     carry: tuple[tuple[int, int], ...] = ()
-    # Of its outputs, which are not `continued` around it, and which are `residuals`.
-    ends: frozenset[int] = frozenset()
+    # Its outputs that are not `continued` around it, and those that are `residuals`.
+    ended: frozenset[int] = frozenset()
     residuals: frozenset[int] = frozenset()
 
-    def inside(self, eqn: Eqn, sub: SubJaxpr) -> "Place":
-        """Return where a jaxpr of an equation is."""
+    def inside(self, eqn: Eqn, sub: SubJaxpr, ends: Ends) -> "Place":
+        """Return where a jaxpr of an equation is; `ends` are those around it."""
         is_loop = eqn.primitive.name in LOOPS
         # The condition of a `while` loop carries nothing on.
         pairs = zip(sorted(sub.fixed_in), sorted(sub.fixed_out), strict=False)
+        results = {k: i for k, i in enumerate(sub.results) if k not in sub.fixed_out}
+        outs = [(k, eqn.outvars[i]) for k, i in results.items() if i is not None]
         return Place(
             name_scopes.join(self.scope, name_scopes.of(eqn)),
             self.direction.of(eqn),
             self.enclosing.inside(eqn),
             tuple(pairs) if is_loop else (),
+            frozenset(k for k, v in outs if v not in ends.continued),
+            frozenset(k for k, v in outs if v in ends.residuals),
         )
 
 

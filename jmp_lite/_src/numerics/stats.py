@@ -98,18 +98,7 @@ def value_stats(
 
 
 def empty(*, histogram: bool = False) -> ValueStats:
-    """Return the statistics of no numbers, to start `merge` with.
-
-    Args:
-      histogram: as for `value_stats`.
-
-    Returns:
-      The statistics.
-
-    Examples:
-      >>> empty().min_abs.item()
-      inf
-    """
+    """Return the statistics of no numbers, to start `merge` with."""
     arguments.flag(histogram, "histogram")
     zero = jnp.zeros((), jnp.float32)
     return ValueStats(
@@ -122,21 +111,7 @@ def empty(*, histogram: bool = False) -> ValueStats:
 def merge(a: ValueStats, b: ValueStats) -> ValueStats:
     """Return the statistics of the numbers of two statistics together.
 
-    Args:
-      a: statistics, or those of several arrays, stacked.
-      b: statistics of the same shapes.
-
-    Returns:
-      The statistics, without a histogram if one of the two has none.
-
-    Raises:
-      TypeError: one of the two is no `ValueStats`.
-
-    Examples:
-      >>> x = jnp.array([0.5, 8.0])
-      >>> both = merge(value_stats(x, "f16"), value_stats(-2 * x, "f16"))
-      >>> both.size.item(), both.min_abs.item(), both.max_abs.item()
-      (4.0, 0.5, 16.0)
+    They have the same shapes. Without a histogram in both, the result has none.
     """
     for stats in (a, b):
         if not isinstance(stats, ValueStats):
