@@ -75,7 +75,7 @@ def parse_dtype(value: DTypeLike | None) -> DTypeLike:
     try:
         if value is None:  # NumPy interprets None as float64.
             raise TypeError
-        dtype = jnp.dtype(value)
+        dtype = jnp.dtype(value).newbyteorder("=")
     except (TypeError, ValueError):  # NumPy takes a dict for a structured dtype
         raise TypeError(
             f"Expected a floating dtype or its name ({known_names()}), got {value!r}."

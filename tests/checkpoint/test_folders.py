@@ -288,7 +288,7 @@ def test_a_leaf_may_have_any_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [2**63, 10**30, 1e30, float("inf")])
 def test_a_step_has_63_bits(step: float, tmp_path: Path) -> None:
     text = refusal(checkpoint.save, tmp_path / "run", {"x": 1}, step=step)
-    assert f"of at least 0, got {step}: pass step=, below 2**63, or" in text
+    assert f"of at least 0, got {step!r}: pass step=, below 2**63, or" in text
     assert names(tmp_path) == []
 
 

@@ -34,7 +34,13 @@ def spellings(draw):
     """Draw a dtype's NumPy name, and one way of writing that dtype."""
     name = draw(st.sampled_from(sorted(FLOATS)))
     scalar_type = FLOATS[name]
-    ways = [name, f" {name} ", scalar_type, np.dtype(name), jnp.dtype(name)]
+    ways = [
+        name,
+        f" {name} ",
+        scalar_type,
+        np.dtype(name),
+        np.dtype(name).newbyteorder(),
+    ]
     if name in SHORT_NAMES:
         ways.append(SHORT_NAMES[name])
     if hasattr(np, name):

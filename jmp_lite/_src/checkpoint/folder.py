@@ -68,8 +68,8 @@ def step_number(step: object) -> int:
         )
     if number.dtype.kind not in "iuf" or not 0 <= number < 2**63:
         raise ValueError(
-            f"Expected a step of at least 0, got {step}: pass step=, below 2**63, or a "
-            "state with a field step."
+            f"Expected a step of at least 0, got {step!r}: pass step=, below 2**63, or "
+            "a state with a field step."
         )
     if number != int(number):
         raise ValueError(f"Expected a whole number for the step, got {step}.")
