@@ -185,6 +185,73 @@ def sinkhorn(mm, w):
     return N * normalised(scores) - 1
 
 
+# Rows and columns whose products are near one another. Of many terms, the rounding of a
+# result is most of the error.
+TERMS = 256
+WEIGHTS = np.abs(_normal(TERMS))[:, None] * (1 + _normal(TERMS, N) / 50)
+NEAR_ONE = 1 + _normal(64, TERMS) / 10
+SMOOTH = 2 + np.sin(np.outer(np.linspace(0, 1, 64), np.linspace(0.5, 1.5, TERMS)))
+
+
+def _near(w):
+    """Return weights that are near `WEIGHTS`."""
+    return jnp.asarray(WEIGHTS, w.dtype) * (1 + jnp.tile(w, (TERMS // N, 1)) / 100)
+
+
+def differences_of_scalars(mm, w):
+    """As of a value function, of one transition at a time."""
+
+    def difference(x):
+        value, next_value = mm(x, _near(w)[:, 0]), mm(1.01 * x, _near(w)[:, 0])
+        return 1 + 0.99 * lax.stop_gradient(next_value) - value
+
+    return lax.map(difference, jnp.asarray(NEAR_ONE, w.dtype))
+
+
+def second_difference(mm, w):
+    h = mm(SMOOTH, _near(w))
+    return -2 * h[1:-1] + h[2:] + h[:-2]
+
+
+def sum_with_a_negative(mm, w):
+    minus = jax.jit(lambda h: -h)(mm(NEAR_ONE, _near(w))).reshape(64, N)
+    return minus[:, ::-1] + mm(NEAR_ONE, _near(w))
+
+
+def product_of_a_negative(mm, w):
+    return mm(-jnp.asarray(NEAR_ONE, w.dtype), _near(w)) + mm(NEAR_ONE, WEIGHTS)
+
+
+def margins(mm, w):
+    scores = mm(NEAR_ONE, _near(w))
+    return jax.nn.relu(0.5 + scores - scores[:, :1])
+
+
+def one_against_many(mm, w):
+    return mm(NEAR_ONE, _near(w)[:, 0])[:, None] - mm(NEAR_ONE, _near(w))
+
+
+def waves(mm, w):
+    return jnp.exp(1j * mm(NEAR_ONE, 4 * _near(w))).real
+
+
+def squares_near_one(mm, w):
+    h = mm(NEAR_ONE, _near(w) / WEIGHTS[:, :1].sum())
+    return jnp.concatenate([h**2 - 1, jnp.log(h * h), 1 - jnp.sqrt(h)])
+
+
+def difference_of_squares(mm, w):
+    a, b = mm(NEAR_ONE, _near(w)), mm(NEAR_ONE, WEIGHTS)
+    return a * a - b * b
+
+
+def squared_distances(mm, w):
+    """Written out: the squares are statistics, but not of what is taken off."""
+    a, b = mm(NEAR_ONE, _near(w)), mm(NEAR_ONE[::-1], _near(w))
+    squares = (a**2).sum(-1)[:, None] + (b**2).sum(-1)
+    return squares - 2 * mm(a, b.T)
+
+
 PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "cholesky": lambda mm, w: jnp.linalg.cholesky(covariance(mm, w)),
     "slogdet": lambda mm, w: jnp.linalg.slogdet(covariance(mm, w))[1],
@@ -202,6 +269,16 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "carry_that_begins_near_one": carry_that_begins_near_one,
     "carry_that_begins_as_a_product": carry_that_begins_as_a_product,
     "gated_linear_attention": gated_linear_attention,
+    "differences_of_scalars": differences_of_scalars,
+    "second_difference": second_difference,
+    "sum_with_a_negative": sum_with_a_negative,
+    "product_of_a_negative": product_of_a_negative,
+    "margins": margins,
+    "one_against_many": one_against_many,
+    "waves": waves,
+    "squares_near_one": squares_near_one,
+    "difference_of_squares": difference_of_squares,
+    "squared_distances": squared_distances,
     "difference_of_softmaxes": difference_of_softmaxes,
     "softmax_less_its_mean": lambda mm, w: jax.nn.softmax(mm(X, w / 16)) - 1 / N,
     "sinkhorn": sinkhorn,

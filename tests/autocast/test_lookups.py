@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jmp_lite import autocast
+from jmp_lite import PolicyMap, autocast
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -142,6 +142,32 @@ def test_what_float32_alone_reads_is_looked_up_in_float32(name, half):
 
     found = dtypes_of_lookups(lower(fun, half), TABLE, WEIGHTS, IDS)
     assert found == {"f32"}
+
+
+# What a loss or a Q function takes from the results of a head: of labels or actions.
+CHOSEN: dict[str, Callable[..., Any]] = {
+    "labels": lambda logits, ids: (
+        jax.nn.logsumexp(logits, -1)
+        - jnp.take_along_axis(logits, ids[:, None], -1)[:, 0]
+    ),
+    "actions": lambda q, ids: q[jnp.arange(24), ids] + jnp.max(q, -1),
+    "rows": lambda h, ids: h[ids] + h,
+}
+
+
+@IN_HALVES
+@pytest.mark.parametrize("name", CHOSEN)
+def test_what_a_head_in_float32_has_computed_is_taken_in_float32(name, half):
+    def fun(x, w):
+        with jax.named_scope("head"):
+            logits = x @ w
+        return CHOSEN[name](logits, IDS.ravel() % 16)
+
+    args = 200 * TABLE[:24], 200 * WEIGHTS[0]
+    head = PolicyMap(POLICIES[half], {"head": "full"})
+    with pytest.warns(match="no product of fun runs in half"):
+        found = autocast(fun, head)(*args)
+    np.testing.assert_array_equal(found, fun(*args))
 
 
 def plain_stream(x):

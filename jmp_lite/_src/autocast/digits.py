@@ -6,13 +6,15 @@ all rounding error, and so may what is decided by order. These readers ask for a
 digits, and so does, backward, the arithmetic that passes digits on:
 
   NEAR   the distance from a number is used: `1 - p`, `log(p)`, a divisor, a factor that
-         is multiplied many times. Asked through sums and multiples.
-  TERMS  a difference of two arrays is taken. Asked through functions of one array too.
+         is multiplied many times. Asked through sums, multiples, powers and roots.
+  TERMS  a difference of two arrays is taken, or a sum with a negative multiple. Asked
+         through functions of one array too.
   ALL    order, linear algebra, an angle, an integer. Asked through any arithmetic.
 
 They end at a matrix product, whose operands are half in any case: its *result* is the
-float32 accumulator then. A difference from a statistic, as `x - mean(x)` in a norm,
-asks nothing: what is rounded is small beside what a norm divides by.
+float32 accumulator then. A difference from a statistic of the same products, as
+`x - mean(x)` in a norm, asks nothing: what is rounded is small beside what a norm
+divides by. Nor does one from a bias.
 
 Limits: whether terms cancel depends on their values, which are not known. `x * cos -
 y * sin` asks nothing, as in rotary embeddings; nor does a sum of many terms, whose
@@ -20,10 +22,13 @@ roundings cancel; an offset inside of a product (a column of ones) cannot be see
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
+import numpy as np
+
 from jmp_lite._src import compat
+from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.sums import is_lookup
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, inner_eqns, variables
@@ -63,7 +68,8 @@ class Structure(NamedTuple):
     roots: dict[Var, Var]  # the array that a value is a part of, or moved from
     carried: set[Var]  # sums and multiples of what a loop carries
     inputs: frozenset[Var]
-    products: set[Var]  # made of the result of a product
+    products: dict[Var, int]  # of which results of products it is made: bits
+    negative: set[Var]  # multiples with a negative number, or sums of such
 
     def origins_of(self, variables: Iterable[Var]) -> int:
         """Return of what some variables are computed: bits."""
@@ -111,12 +117,16 @@ def structure(
     inputs = *jaxpr.constvars, *jaxpr.invars
     origins: dict[Var, int] = {v: 1 << next(count) for v in inputs}
     carried = set(filter(core.is_f32, carry))
-    found = Structure({}, origins, set(), set(), {}, carried, frozenset(inputs), set())
+    found = Structure(
+        {}, origins, set(), set(), {}, carried, frozenset(inputs), {}, _negative(jaxpr)
+    )
     for eqn, arithmetic in zip(jaxpr.eqns, is_arithmetic, strict=True):
         found.made_by.update(dict.fromkeys(eqn.outvars, eqn))
-        is_made = not found.products.isdisjoint(variables(eqn.invars))
-        if is_made or any(has(e.primitive.name, Fact.PRODUCT) for e in inner_eqns(eqn)):
-            found.products.update(eqn.outvars)
+        made_of = core.bit_or(found.products.get(v, 0) for v in variables(eqn.invars))
+        if any(has(e.primitive.name, Fact.PRODUCT) for e in inner_eqns(eqn)):
+            made_of = 1 << next(count)
+        if made_of:
+            found.products.update(dict.fromkeys(eqn.outvars, made_of))
         is_mask = eqn.outvars and all(map(core.is_bool, eqn.outvars))
         if not (arithmetic or is_mask):
             found.origins.update({v: 1 << next(count) for v in eqn.outvars})
@@ -137,7 +147,7 @@ def _note(eqn: Eqn, found: Structure) -> None:
         found.roots.update(dict.fromkeys(eqn.outvars, root))
         if core.size(floats[0]) < size:
             found.spread.update(eqn.outvars)
-    elif all(v in found.spread or core.size(v) == 1 for v in floats):
+    elif found.spread.issuperset(floats):
         found.spread.update(eqn.outvars)
     reduces = floats and size < core.size(floats[0])
     others = [v for v in floats if v not in found.statistics]
@@ -148,6 +158,36 @@ def _note(eqn: Eqn, found: Structure) -> None:
     is_linear = known & (Fact.LINEAR | Fact.MOVES | Fact.JOINS)
     if any(carried) and size > 1 and (is_linear or _multiplies(name)):
         found.carried.update(eqn.outvars)
+
+
+def _negative(jaxpr: Jaxpr, given: Iterable[Var] = ()) -> set[Var]:
+    """Return the multiples with a negative number, and sums of such alone."""
+    found = set(given)
+    for eqn in jaxpr.eqns:
+        signs = [_is_negative(v, found) for v in eqn.invars]
+        name, known = eqn.primitive.name, facts(eqn.primitive.name)
+        bodies = compat.jaxprs_of(eqn) if name in CALLS else ()
+        if len(bodies) == 1:
+            body = compat.open_jaxpr(bodies[0])
+            inside = _negative(body, itertools.compress(body.invars, signs))
+            pairs = zip(eqn.outvars, body.outvars, strict=True)
+            found.update(v for v, x in pairs if _is_negative(x, inside))
+        elif name == "neg":
+            found.update(eqn.outvars if not signs[0] else ())
+        elif adds(name):
+            is_negative = signs[0] and signs[1] != (name == "sub")
+            found.update(eqn.outvars if is_negative else ())
+        elif _multiplies(name) or known & Fact.PRODUCT:
+            found.update(eqn.outvars if signs[0] != signs[1] else ())
+        elif known & (Fact.MOVES | Fact.SUMS):
+            found.update(eqn.outvars if signs[0] else ())
+    return found
+
+
+def _is_negative(var: Var, negative: Set[Var]) -> bool:
+    if compat.is_literal(var):
+        return bool(np.real(var.val) < 0)
+    return var in negative
 
 
 def asked(eqn: Eqn, use: int, of: Structure, is_forward: bool) -> list[int]:
@@ -171,7 +211,7 @@ def asked(eqn: Eqn, use: int, of: Structure, is_forward: bool) -> list[int]:
         # The backward pass chooses as the forward pass does.
         mask = _of_mask(eqn, of) if is_forward else 0
         return [mask, *[passed] * (len(eqn.invars) - 1)]
-    if known & (Fact.FRACTION | Fact.PERIODIC):
+    if known & (Fact.FRACTION | Fact.PERIODIC) or _turns(eqn):
         return [ALL] * len(eqn.invars)
     own = [0] * len(eqn.invars)
     if is_forward:
@@ -225,18 +265,26 @@ def _of_terms(eqn: Eqn, use: int, of: Structure) -> list[int]:
         if not cancels or not use & ~Use.HALF:
             return [0, 0]
         return [0 if compat.is_literal(v) else NEAR for v in eqn.invars]
-    signs = [1, -1 if subtracts else 1]
-    for i, var in enumerate(eqn.invars):
-        maker = of.made_by.get(var)
-        if maker is not None and maker.primitive.name == "neg":
-            signs[i] = -signs[i]
-    is_difference = signs[0] != signs[1]
-    size = core.size(eqn.outvars[0])
-    spread = [v in of.spread or core.size(v) < size for v in eqn.invars]
-    # Of one alone, it is a bias, or the statistic of a norm.
-    if not is_difference or any(v in of.statistics for v in eqn.invars):
+    negative = [v in of.negative for v in eqn.invars]
+    is_difference = negative[0] != (negative[1] != subtracts)
+    pairs = zip(eqn.invars, reversed(eqn.invars), strict=True)
+    if not is_difference or any(_is_bias(v, other, eqn, of) for v, other in pairs):
         return [0, 0]
-    return [0, 0] if spread.count(True) == 1 else [TERMS, TERMS]
+    return [TERMS, TERMS]
+
+
+def _is_bias(var: Var, other: Var, eqn: Eqn, of: Structure) -> bool:
+    """Return whether a term is a bias, or a statistic of the other, as in a norm."""
+    made_of = of.products.get(var, 0)
+    if var in of.statistics:
+        return not made_of or bool(made_of & of.products.get(other, 0))
+    return not made_of and of.is_full(other, eqn) and not of.is_full(var, eqn)
+
+
+def _turns(eqn: Eqn) -> bool:
+    """Return whether the imaginary part of the operand is an angle."""
+    is_exponential = facts(eqn.primitive.name) & Fact.EXPONENTIAL
+    return bool(is_exponential) and products.is_complex(eqn)
 
 
 def _of_comparison(eqn: Eqn, use: int, of: Structure) -> list[int]:
@@ -282,7 +330,7 @@ def _passed_on(eqn: Eqn, passed: int, of: Structure) -> list[int]:
     if not passed:
         return [0] * len(operands)
     linear = Fact.MOVES | Fact.JOINS | Fact.LINEAR | Fact.LIMITS
-    if known & linear or name == "abs":
+    if known & linear or _is_power(eqn):
         return [passed] * len(operands)
     if known & Fact.SUMS:  # roundings of many terms cancel
         along_axis = core.size(eqn.outvars[0]) >= core.size(operands[0])
@@ -297,6 +345,13 @@ def _passed_on(eqn: Eqn, passed: int, of: Structure) -> list[int]:
         passed & ALL if any(not s for j, s in enumerate(scales) if j != i) else passed
         for i in range(len(operands))
     ]
+
+
+def _is_power(eqn: Eqn) -> bool:
+    """Return whether it multiplies one operand with itself, or takes a root."""
+    name, powers = eqn.primitive.name, degrees(eqn.primitive.name, eqn.params)
+    is_square = _multiplies(name) and len(set(variables(eqn.invars))) < len(powers)
+    return is_square or (len(powers) == 1 and powers[0] > 0)
 
 
 def _multiplies(name: str) -> bool:

@@ -37,6 +37,8 @@ from jmp_lite._src.jaxprs.primitives import CALLS, CAST, CLASSES, LOOPS, Fact, f
 
 # What is smaller is a scalar or a few of them, and no array that pays to round.
 _FEW = 64
+# How a lookup reads what rounded rows are taken of: a table, or a float32 result.
+_OF_TABLE = Use.HALF | Use.SUMMED
 # From this number on, those of bfloat16 are 0.5 or more apart.
 _FAR = 64
 
@@ -328,7 +330,7 @@ class Move(Rule):
         use, name = core.bit_or(uses), op.eqn.primitive.name
         if sums.is_lookup(op.eqn):
             may_be_cast = _is_rounded(use) and not op.region.reduces_in_float32
-            of_table = Use.HALF if may_be_cast else use & ~Use.HALF | Use.FLOAT32
+            of_table = _OF_TABLE if may_be_cast else use & ~Use.HALF | Use.FLOAT32
             return [of_table, *[Use.FLOAT32] * (len(op.eqn.invars) - 1)]
         if len(op.eqn.outvars) == len(op.eqn.invars):  # a barrier
             return uses
@@ -376,7 +378,7 @@ class Move(Rule):
         known = facts(eqn.primitive.name)
         if known & Fact.IN_ORDER and ins[0] == INPUT:
             return False
-        return bool(known & Fact.PERMUTES) and use == Use.HALF
+        return bool(known & Fact.PERMUTES) and _casts_before(use, ins[0])
 
 
 def _may_be_far(var: Var) -> bool:
@@ -384,6 +386,13 @@ def _may_be_far(var: Var) -> bool:
     if compat.is_literal(var):
         return abs(float(var.val)) >= _FAR
     return core.size(var) == 1
+
+
+def _casts_before(use: int, held: Held) -> bool:
+    """Return whether a value is cast once, before what reads it, in half alone."""
+    if held == INPUT and use == _OF_TABLE:
+        return True
+    return held in (INPUT, FLOAT32) and use == Use.HALF
 
 
 def _is_rounded(use: int) -> bool:
@@ -445,7 +454,7 @@ class SubJaxprs(Rule):
                 read[i] & Use.DIGITS or eqn.invars[i] in body.ends.kept
             ):
                 ins[i] = FLOAT32
-            elif read[i] == Use.HALF and i in castable and held in (INPUT, FLOAT32):
+            elif i in castable and _casts_before(read[i], held):
                 ins[i] = HALF
         fixed = {sub.operands[k] for sub in op.bodies for k in sub.fixed_in}
         plans = tuple(
