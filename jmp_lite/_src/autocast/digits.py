@@ -118,13 +118,15 @@ def structure(
     origins: dict[Var, int] = {v: 1 << next(count) for v in inputs}
     carried = set(filter(core.is_f32, carry))
     found = Structure(
-        {}, origins, set(), set(), {}, carried, frozenset(inputs), {}, _negative(jaxpr)
+        {}, origins, set(), set(), {}, carried, frozenset(inputs), {}, set()
     )
     for eqn, arithmetic in zip(jaxpr.eqns, is_arithmetic, strict=True):
         found.made_by.update(dict.fromkeys(eqn.outvars, eqn))
         made_of = core.bit_or(found.products.get(v, 0) for v in variables(eqn.invars))
         if any(has(e.primitive.name, Fact.PRODUCT) for e in inner_eqns(eqn)):
             made_of = 1 << next(count)
+        if _is_negative(eqn, found.negative):
+            found.negative.update(eqn.outvars)
         if made_of:
             found.products.update(dict.fromkeys(eqn.outvars, made_of))
         is_mask = eqn.outvars and all(map(core.is_bool, eqn.outvars))
@@ -160,34 +162,20 @@ def _note(eqn: Eqn, found: Structure) -> None:
         found.carried.update(eqn.outvars)
 
 
-def _negative(jaxpr: Jaxpr, given: Iterable[Var] = ()) -> set[Var]:
-    """Return the multiples with a negative number, and sums of such alone."""
-    found = set(given)
-    for eqn in jaxpr.eqns:
-        signs = [_is_negative(v, found) for v in eqn.invars]
-        name, known = eqn.primitive.name, facts(eqn.primitive.name)
-        bodies = compat.jaxprs_of(eqn) if name in CALLS else ()
-        if len(bodies) == 1:
-            body = compat.open_jaxpr(bodies[0])
-            inside = _negative(body, itertools.compress(body.invars, signs))
-            pairs = zip(eqn.outvars, body.outvars, strict=True)
-            found.update(v for v, x in pairs if _is_negative(x, inside))
-        elif name == "neg":
-            found.update(eqn.outvars if not signs[0] else ())
-        elif adds(name):
-            is_negative = signs[0] and signs[1] != (name == "sub")
-            found.update(eqn.outvars if is_negative else ())
-        elif _multiplies(name) or known & Fact.PRODUCT:
-            found.update(eqn.outvars if signs[0] != signs[1] else ())
-        elif known & (Fact.MOVES | Fact.SUMS):
-            found.update(eqn.outvars if signs[0] else ())
-    return found
-
-
-def _is_negative(var: Var, negative: Set[Var]) -> bool:
-    if compat.is_literal(var):
-        return bool(np.real(var.val) < 0)
-    return var in negative
+def _is_negative(eqn: Eqn, negative: Set[Var]) -> bool:
+    """Return whether a result is a multiple with a negative number, or adds such."""
+    name, known = eqn.primitive.name, facts(eqn.primitive.name)
+    signs = [
+        np.real(v.val) < 0 if compat.is_literal(v) else v in negative
+        for v in eqn.invars
+    ]
+    if name == "neg":
+        return not signs[0]
+    if adds(name):
+        return signs[0] and signs[1] != (name == "sub")
+    if _multiplies(name) or known & Fact.PRODUCT:
+        return signs[0] != signs[1]
+    return bool(known & (Fact.MOVES | Fact.SUMS)) and signs[0]
 
 
 def asked(eqn: Eqn, use: int, of: Structure, is_forward: bool) -> list[int]:
@@ -265,7 +253,7 @@ def _of_terms(eqn: Eqn, use: int, of: Structure) -> list[int]:
         if not cancels or not use & ~Use.HALF:
             return [0, 0]
         return [0 if compat.is_literal(v) else NEAR for v in eqn.invars]
-    negative = [v in of.negative for v in eqn.invars]
+    negative = [_moved_from(v, of.made_by) in of.negative for v in eqn.invars]
     is_difference = negative[0] != (negative[1] != subtracts)
     pairs = zip(eqn.invars, reversed(eqn.invars), strict=True)
     if not is_difference or any(_is_bias(v, other, eqn, of) for v, other in pairs):
