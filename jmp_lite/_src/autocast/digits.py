@@ -125,7 +125,7 @@ def structure(
         made_of = core.bit_or(found.products.get(v, 0) for v in variables(eqn.invars))
         if any(has(e.primitive.name, Fact.PRODUCT) for e in inner_eqns(eqn)):
             made_of = 1 << next(count)
-        if _is_negative(eqn, found.negative):
+        if _is_multiple(eqn, found.negative):
             found.negative.update(eqn.outvars)
         if made_of:
             found.products.update(dict.fromkeys(eqn.outvars, made_of))
@@ -162,13 +162,10 @@ def _note(eqn: Eqn, found: Structure) -> None:
         found.carried.update(eqn.outvars)
 
 
-def _is_negative(eqn: Eqn, negative: Set[Var]) -> bool:
+def _is_multiple(eqn: Eqn, negative: Set[Var]) -> bool:
     """Return whether a result is a multiple with a negative number, or adds such."""
     name, known = eqn.primitive.name, facts(eqn.primitive.name)
-    signs = [
-        np.real(v.val) < 0 if compat.is_literal(v) else v in negative
-        for v in eqn.invars
-    ]
+    signs = [_is_negative(v, negative) for v in eqn.invars]
     if name == "neg":
         return not signs[0]
     if adds(name):
@@ -176,6 +173,12 @@ def _is_negative(eqn: Eqn, negative: Set[Var]) -> bool:
     if _multiplies(name) or known & Fact.PRODUCT:
         return signs[0] != signs[1]
     return bool(known & (Fact.MOVES | Fact.SUMS)) and signs[0]
+
+
+def _is_negative(var: Var, negative: Set[Var]) -> bool:
+    if compat.is_literal(var):
+        return core.is_float(var) and bool(np.real(var.val) < 0)
+    return var in negative
 
 
 def asked(eqn: Eqn, use: int, of: Structure, is_forward: bool) -> list[int]:
@@ -253,7 +256,8 @@ def _of_terms(eqn: Eqn, use: int, of: Structure) -> list[int]:
         if not cancels or not use & ~Use.HALF:
             return [0, 0]
         return [0 if compat.is_literal(v) else NEAR for v in eqn.invars]
-    negative = [_moved_from(v, of.made_by) in of.negative for v in eqn.invars]
+    moved = [_moved_from(v, of.made_by) for v in eqn.invars]
+    negative = [_is_negative(v, of.negative) for v in moved]
     is_difference = negative[0] != (negative[1] != subtracts)
     pairs = zip(eqn.invars, reversed(eqn.invars), strict=True)
     if not is_difference or any(_is_bias(v, other, eqn, of) for v, other in pairs):
