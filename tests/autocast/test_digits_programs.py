@@ -245,6 +245,22 @@ def difference_of_squares(mm, w):
     return a * a - b * b
 
 
+def quotients(mm, w):
+    a, b = mm(NEAR_ONE, _near(w)), mm(NEAR_ONE, WEIGHTS)
+    return jnp.concatenate([jnp.log(a / b), a / b - 1])
+
+
+def common_factors(mm, w):
+    a, b = mm(NEAR_ONE, _near(w)), mm(NEAR_ONE, WEIGHTS)
+    weights = jnp.asarray(NEAR_ONE[:, :N], w.dtype)
+    return jnp.concatenate([weights * a - weights * b, a / weights - b / weights])
+
+
+def sums_of_few(mm, w):
+    h = mm(NEAR_ONE, _near(w) / WEIGHTS.sum(0)).reshape(64, 4, 4)
+    return jnp.concatenate([jnp.log(h.mean(-1)), jnp.linalg.norm(h, axis=-1) - 2])
+
+
 def squared_distances(mm, w):
     """Written out: the squares are statistics, but not of what is taken off."""
     a, b = mm(NEAR_ONE, _near(w)), mm(NEAR_ONE[::-1], _near(w))
@@ -278,6 +294,9 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "waves": waves,
     "squares_near_one": squares_near_one,
     "difference_of_squares": difference_of_squares,
+    "quotients": quotients,
+    "common_factors": common_factors,
+    "sums_of_few": sums_of_few,
     "squared_distances": squared_distances,
     "difference_of_softmaxes": difference_of_softmaxes,
     "softmax_less_its_mean": lambda mm, w: jax.nn.softmax(mm(X, w / 16)) - 1 / N,

@@ -6,9 +6,9 @@ all rounding error, and so may what is decided by order. These readers ask for a
 digits, and so does, backward, the arithmetic that passes digits on:
 
   NEAR   the distance from a number is used: `1 - p`, `log(p)`, a divisor, a factor that
-         is multiplied many times. Asked through sums, multiples, powers and roots.
+         is multiplied many times. Asked through sums, products, powers and roots.
   TERMS  a difference of two arrays is taken, or a sum with a negative multiple. Asked
-         through functions of one array too.
+         through sums, multiples, and functions of one array.
   ALL    order, linear algebra, an angle, an integer. Asked through any arithmetic.
 
 They end at a matrix product, whose operands are half in any case: its *result* is the
@@ -55,6 +55,9 @@ class Use:
 
 
 NEAR, TERMS, ALL = Use.NEAR, Use.TERMS, Use.ALL
+
+# How many terms a sum has whose roundings cancel.
+_MANY = 16
 
 
 class Structure(NamedTuple):
@@ -249,9 +252,10 @@ def _of_own(eqn: Eqn, use: int, of: Structure) -> list[int]:
 def _of_terms(eqn: Eqn, use: int, of: Structure) -> list[int]:
     subtracts = eqn.primitive.name == "sub"
     if _has_literal(eqn):
-        number = next(v.val for v in eqn.invars if compat.is_literal(v))
+        number = next(v for v in eqn.invars if compat.is_literal(v))
         is_empty = core.size(eqn.outvars[0]) == 0
-        cancels = not is_empty and number != 0 and (subtracts or float(number) < 0)
+        is_difference = subtracts or _is_negative(number, of.negative)
+        cancels = not is_empty and number.val != 0 and is_difference
         # A sum with a number is all that a product reads of it: no digit is lost.
         if not cancels or not use & ~Use.HALF:
             return [0, 0]
@@ -262,7 +266,10 @@ def _of_terms(eqn: Eqn, use: int, of: Structure) -> list[int]:
     pairs = zip(eqn.invars, reversed(eqn.invars), strict=True)
     if not is_difference or any(_is_bias(v, other, eqn, of) for v, other in pairs):
         return [0, 0]
-    return [TERMS, TERMS]
+    # Multiples with one factor cancel as what is multiplied does.
+    factors = [_factors(of.made_by.get(v)) for v in eqn.invars]
+    asked = TERMS if factors[0].isdisjoint(factors[1]) else TERMS | NEAR
+    return [asked, asked]
 
 
 def _is_bias(var: Var, other: Var, eqn: Eqn, of: Structure) -> bool:
@@ -271,6 +278,11 @@ def _is_bias(var: Var, other: Var, eqn: Eqn, of: Structure) -> bool:
     if var in of.statistics:
         return not made_of or bool(made_of & of.products.get(other, 0))
     return not made_of and of.is_full(other, eqn) and not of.is_full(var, eqn)
+
+
+def _factors(maker: Eqn | None) -> set[Var]:
+    is_multiple = maker is not None and _multiplies(maker.primitive.name)
+    return set(variables(maker.invars)) if is_multiple else set()
 
 
 def _turns(eqn: Eqn) -> bool:
@@ -325,16 +337,19 @@ def _passed_on(eqn: Eqn, passed: int, of: Structure) -> list[int]:
     if known & linear or _is_power(eqn):
         return [passed] * len(operands)
     if known & Fact.SUMS:  # roundings of many terms cancel
-        along_axis = core.size(eqn.outvars[0]) >= core.size(operands[0])
-        return [passed if along_axis else passed & ALL] * len(operands)
+        is_of_few = core.size(operands[0]) < _MANY * core.size(eqn.outvars[0])
+        return [passed if is_of_few else passed & ALL] * len(operands)
     if not _multiplies(name):
         return [passed & (TERMS | ALL)] * len(operands)
     scales = [
         compat.is_literal(v) or core.size(v) == 1 or v in of.statistics
         for v in operands
     ]
+    # Whether multiples cancel depends on the factors.
     return [
-        passed & ALL if any(not s for j, s in enumerate(scales) if j != i) else passed
+        passed & ~TERMS
+        if any(not s for j, s in enumerate(scales) if j != i)
+        else passed
         for i in range(len(operands))
     ]
 
