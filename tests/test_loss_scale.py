@@ -314,3 +314,21 @@ def test_the_backoff_factor_follows_another_factor_unless_it_was_given() -> None
     assert jax.tree.structure(dynamic()) == jax.tree.structure(
         dynamic(backoff_factor=0.5)
     )
+
+
+def test_what_may_look_wrong_and_is_right():
+    """Any leaf in the structure of a scale; jmp's zero; numbers of all kinds."""
+    scale = jmp.DynamicLossScale(hysteresis=2)
+    shapes = jax.eval_shape(lambda: scale)
+    for leaf in (object(), shapes.counter, jnp.ones(2).sharding, None, "text"):
+        filled = jax.tree.map(lambda _, leaf=leaf: leaf, scale)
+        assert type(filled) is type(scale)
+    assert jax.tree.leaves(jmp.StaticLossScale(0)) == []
+    assert float(jmp.DynamicLossScale(np.float16(8)).loss_scale) == 8.0
+    period: Any = 5.0
+    assert jmp.DynamicLossScale(period=period).period == 5
+    assert dataclasses.replace(shapes, counter=shapes.counter).counter.shape == ()
+    traced = jax.jit(lambda s: jmp.StaticLossScale(s).scale(jnp.float32(1)))
+    assert float(traced(jnp.float32(0))) == 0.0
+    for flag in (True, np.bool_(True), jnp.array(True)):
+        assert int(scale.adjust(flag).counter) == 1

@@ -4,7 +4,6 @@ Each row is a call and words that its error has, in this order: what was got, wh
 expected, what to do.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -339,6 +338,10 @@ MODULES: list[Row] = [
     (lambda: linen_state(P, tx=TX, batch_stats=NAN), "The initial batch statistics ar"),
     (lambda: linen_state(P, tx=TX, dynamic_scale=None), "tx=jmp_lite.scale_aware(tx)"),
     (lambda: linen_state(P, tx=TX, update_on_skip=["a"]), "names ['a'], expected some"),
+    (lambda: linen_state(P, tx=TX, update_on_skip=["step"]), "['step'], expected some"),
+    (lambda: linen_state(P, tx=TX, update_on_skip=["tx"]), "names ['tx'], expected so"),
+    (lambda: STATE.apply_gradients(grads=P, params=P), "TypeError", "got ['params'],"),
+    (lambda: STATE.apply_gradients(grads=P, opt_state=S, step=1), ".replace(opt_stat"),
     (lambda: STATE.apply_gradients(grads={"w": X}), "'b' is in the parameters only"),
     (lambda: with_stats({"norm": {}}), "different structure", "batch_stats/norm/mean"),
     (lambda: with_stats(NORM, None), "at 'batch_stats', a dict in the first, nothing"),
@@ -577,23 +580,6 @@ def test_what_looks_like_a_mistake_and_is_none(folder: Path) -> None:
     assert TX.update(P, S, P, value=True)[1].last_finite
     assert jax.eval_shape(lambda p: linen_state(p, tx=TX), NAN).step.shape == ()
     assert ckpt.restore(str(folder), P, step=3.0).step == 3
-
-
-def test_what_may_look_wrong_and_is_right() -> None:
-    """Any leaf in the structure of a scale; jmp's zero; numbers of all kinds."""
-    scale = dynamic(hysteresis=2)
-    for leaf in (object(), SHAPE, X.sharding, None, "text"):
-        filled = jax.tree.map(lambda _, leaf=leaf: leaf, scale)
-        assert type(filled) is type(scale)
-    assert jax.tree.leaves(jmp.StaticLossScale(0)) == []
-    assert float(dynamic(np.float16(8)).loss_scale) == 8.0
-    assert dynamic(period=5.0).period == 5
-    shapes = jax.eval_shape(lambda: scale)
-    assert dataclasses.replace(shapes, counter=shapes.counter).counter.shape == ()
-    traced = jax.jit(lambda s: jmp.StaticLossScale(s).scale(jnp.float32(1)))
-    assert float(traced(jnp.float32(0))) == 0.0
-    for flag in (True, np.bool_(True), jnp.array(True)):
-        assert int(scale.adjust(flag).counter) == 1
     assert jmp.low_precision_state(ADAM, min_size=0)
     assert jmp.scale_aware(SGD, axis_name=("i", "j"), skip_nonfinite=np.bool_(False))
     assert jmp.half_dtype("rocm") == F16
