@@ -209,10 +209,10 @@ def test_a_count_of_bad_steps_is_dropped_where_nothing_counts_them():
 
 MAPS = [jmp.PolicyMap("full", {"a": "float16"}), jmp.PolicyMap("f16", {"a": "full"})]
 IN_FLOAT16 = ["mixed_float16", "float16", jmp.get_policy("c=f16"), *MAPS]
+IN_FLOAT16 += ["p=f16,c=f32,o=f32", "p=f32,c=f32,o=f16", "p=f16,c=bf16"]
 NOT_IN_FLOAT16 = [
-    "p=f32,c=f32,o=f16",
-    "p=f16,c=bf16",
     "mixed_bfloat16",
+    "bfloat16",
     "full",
     jmp.PolicyMap("full", {"a": "bf16"}),
 ]
@@ -226,8 +226,21 @@ NOT_IN_FLOAT16 = [
     ],
     ids=str,
 )
-def test_only_float16_compute_needs_a_loss_scale(policy, expected):
+def test_gradients_in_float16_need_a_loss_scale(policy, expected):
     assert type(jmp.loss_scale_for(policy)) is expected
+
+
+@pytest.mark.parametrize("policy", ["p=f16,c=f32,o=f32", "p=f32,c=f32,o=f16"])
+def test_small_gradients_of_float16_parameters_and_outputs_survive(policy):
+    loss_scale, policy = jmp.loss_scale_for(policy), jmp.get_policy(policy)
+
+    def loss(w):
+        out = policy.cast_to_output(policy.cast_to_compute(w))
+        return out.astype(jnp.float32) * 1e-8
+
+    w = policy.cast_to_param(jnp.float32(1))
+    grad = loss_scale.unscale(jmp.scaled_grad(loss, loss_scale=loss_scale)(w))
+    np.testing.assert_allclose(float(grad), 1e-8, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
