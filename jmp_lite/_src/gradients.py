@@ -118,6 +118,7 @@ def scaled_value_and_grad(
         kwargs["argnums"] = argnums
     transformed = value_and_grad(scaled_loss, has_aux=True, **kwargs)
 
+    @functools.wraps(fun, updated=())
     def fun_value_and_grad(*args, **kwargs):
         if value_and_grad is jax.value_and_grad:
             check_arguments(args, argnums)
@@ -172,6 +173,7 @@ def scaled_grad(
         fun, loss_scale=loss_scale, has_aux=has_aux, **kwargs
     )
 
+    @functools.wraps(fun, updated=())
     def fun_grad(*args, **kwargs):
         value, grads = value_and_grad(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
