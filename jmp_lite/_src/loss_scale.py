@@ -222,8 +222,8 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
 
         Returns:
           The scaled tree. f16 and bf16 leaves become f32, because a scaled loss can
-          exceed the range of f16. Integers, bools, keys, `float0` and objects are
-          returned unchanged.
+          exceed the range of f16. Integers, bools, fp8, keys, `float0` and objects
+          are returned unchanged.
         """
         return _multiply(tree, self.loss_scale)
 
@@ -236,7 +236,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
         Returns:
           The unscaled tree. f16 and bf16 leaves become f32, because the result can
           underflow in half precision. Complex leaves stay complex. Integers, bools,
-          keys, `float0` and objects are returned unchanged.
+          fp8, keys, `float0` and objects are returned unchanged.
         """
         return _multiply(tree, 1 / self.loss_scale)
 
