@@ -133,7 +133,9 @@ def cast_like(tree: T, like: PyTree) -> T:
     """
     _check_same_structure(tree, like, "cast_like")
     return jax.tree.map(
-        lambda x, other: _cast(x, other.dtype) if is_castable(other) else x, tree, like
+        lambda x, y: _cast(x, y.dtype.newbyteorder("=")) if is_castable(y) else x,
+        tree,
+        like,
     )
 
 
@@ -141,6 +143,7 @@ def cast_at_least_float32(tree: T) -> T:
     """Cast the half-precision arrays of a tree to float32; float64 is unchanged."""
 
     def cast(x: Leaf) -> Leaf:
+        x = arguments.native(x)
         is_half = is_array(x) and dtypes.is_half(x.dtype)
         return _cast(x, jnp.float32) if is_half else x
 
@@ -326,10 +329,10 @@ def _split_root(tree: PyTree) -> tuple[object, str, dict[object, PyTree]]:
 
 
 def with_value(x: Leaf) -> Leaf:
-    """Return a leaf that has a value, unlike a `ShapeDtypeStruct`."""
+    """Return a leaf that has a value, unlike a `ShapeDtypeStruct`, as JAX takes it."""
     if isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(f"Expected arrays, got {x}: call it inside of jax.eval_shape.")
-    return x
+    return arguments.native(x)
 
 
 def _multiply(x: Leaf, factor: ArrayLike) -> Leaf:
