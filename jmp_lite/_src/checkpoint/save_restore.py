@@ -158,9 +158,10 @@ def restore(
     """Restore a state bitwise, including dtypes and weak types.
 
     Each leaf is restored as its counterpart in `like`: a jax array on the same devices,
-    a NumPy array, a Python number, a string or bytes. Functions, static fields and the
-    settings of a loss scale are taken from `like`. Every process of a `jax.distributed`
-    program must call this function.
+    a NumPy array, a Python number, a string or bytes. Where `like` has a Python number,
+    as flax's first `step`, an array of JAX' dtypes is restored as a jax array.
+    Functions, static fields and the settings of a loss scale are taken from `like`.
+    Every process of a `jax.distributed` program must call this function.
 
     Args:
       folder: the folder passed to `save`.
