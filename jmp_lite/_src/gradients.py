@@ -184,8 +184,7 @@ def scaled_grad(
 
 def check_arguments(args: tuple[PyTree, ...], argnums: int | Sequence[int]) -> None:
     """Raise if `jax.value_and_grad` cannot differentiate an argument of this kind."""
-    indices = (argnums,) if isinstance(argnums, int) else argnums
-    for index in indices:
+    for index in arguments.positions(argnums, "argnums"):
         if not -len(args) <= index < len(args):
             continue  # JAX raises its own error
         leaves = jax.tree.leaves_with_path(args[index], is_leaf=compat.is_nnx_module)
