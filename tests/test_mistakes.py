@@ -64,7 +64,9 @@ MOMENTUM = jmp.scale_aware(optax.sgd(0.1, momentum=0.9))
 LOW_SGD = jmp.low_precision_state(optax.sgd(0.1, momentum=0.9), min_size=1)
 NNX_STATE = nnx_.TrainState.create(LINEAR, TX)
 RULES_F16 = jmp.ops.OpRules.default(F16)
-SHAPES = jax.eval_shape(lambda: H)
+SHAPES, TEXTS = jax.eval_shape(lambda: H), np.array(["a", "b", "c"])
+GONE = jnp.float32(1)
+GONE.delete()
 dynamic: Any = jmp.DynamicLossScale
 OF_INF, NO_OP = {"loss_scale": jnp.inf, "counter": 1}, jmp.NoOpLossScale()
 
@@ -178,6 +180,7 @@ TREES: list[Row] = [
     (lambda: jmp.select_tree(True, P, H), "float32[2] and float16[2] at 'b'", "same"),
     (lambda: jmp.select_tree(True, P["w"], P["b"]), "float32[4, 2] and float32[2]"),
     (lambda: jmp.select_tree(True, ["a"], ["b"]), "'a' and 'b' at '0'", "not arr"),
+    (lambda: jmp.select_tree(True, TEXTS, TEXTS[:2]), "ValueError", "must be equal"),
     (lambda: jmp.recommended_half_dtype("gpu"), "a jax.Device, got 'gpu'", "jax.dev"),
     (lambda: jmp.trees.cast_floating(P, F8.dtype), "Cannot cast to", "fp8_dot_gener"),
 ]
@@ -237,6 +240,7 @@ OPTIMISERS: list[Row] = [
     (lambda: jmp.scale_aware(SGD, S), "DynamicLossScale, got ScaleAwareState("),
     (lambda: TX.update(P, SGD.init(P), P), "got tuple", "_replace(inner_state=state)"),
     (lambda: TX.update(P, P, S), "state of scale_aware(...).init(params), got dict"),
+    (lambda: TX.update(P, S._replace(loss_scale=8.0), P), "got 8.0", "StaticLossScale"),
     (lambda: TX.update(P, None, P), "state of scale_aware(", "got NoneType"),
     (lambda: TX.update(P | {"w": F8}, S, P), "float8_e4m3fn at 'w'", "leave frozen"),
     (lambda: TX.update(P["w"], S, P), "a leaf in the gradients, a dict in the param"),
@@ -371,6 +375,10 @@ MODULES: list[Row] = [
 CHECKPOINTS: list[Row] = [
     (lambda f: ckpt.save(P, f, step=4), "path of a folder first, got dict", "save(f"),
     (lambda f: ckpt.save(None, P, step=4), "path of a folder first, got NoneType"),
+    (lambda f: ckpt.save(f, SHAPES, step=4), "got b,", "abstract float16[2]", "before"),
+    (lambda f: jax.jit(lambda p: ckpt.save(f, p, step=4))(P), "got b,", "of jax.jit"),
+    (lambda f: ckpt.save(f, [GONE], step=4), "got 0,", "deleted float32[]", "donates"),
+    (lambda f: ckpt.save(f"file://{f}", P, step=4), "a URL", "without file://"),
     (lambda f: ckpt.save(f, P), "a step of at least 0, got None", "pass step="),
     (lambda f: ckpt.save(f, P, step=1), "Step 1 is older than step 3", "another fold"),
     (lambda f: ckpt.save(f, P, step=-1), "a step of at least 0, got -1"),

@@ -358,7 +358,7 @@ def _select(pred: jax.Array, x: Leaf, y: Leaf, path: KeyPath) -> Leaf:
         return x
     arrays = arguments.array(x), arguments.array(y)
     if arrays[0] is None or arrays[1] is None:
-        if type(x) is type(y) and np.all(x == y):
+        if type(x) is type(y) and np.array_equal(x, y):
             return x
         raise ValueError(
             f"select_tree cannot select between {x!r} and {y!r} at {key_path(path)!r}: "

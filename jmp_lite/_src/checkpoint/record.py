@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jmp_lite._src import arguments
@@ -31,6 +32,13 @@ def encode(
     """
     arrays, leaves, lost = {}, {}, []
     for path, x in flatten(state)[0].items():
+        is_abstract = isinstance(x, jax.ShapeDtypeStruct | Tracer)
+        if is_abstract or (isinstance(x, jax.Array) and x.is_deleted()):
+            kind = "abstract" if is_abstract else "deleted"
+            raise ValueError(
+                f"Expected arrays to save, got {path}, {kind} {describe(x)}: save "
+                "outside of jax.jit, and before a step that donates the state."
+            )
         leaf = describe(x)
         if leaf.kind == "key":
             leaf = dataclasses.replace(leaf, impl=str(jax.random.key_impl(x)))

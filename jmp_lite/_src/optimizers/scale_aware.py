@@ -235,6 +235,8 @@ def scale_aware(
         loss_scale, value_finite = state.loss_scale, jnp.array(True)
         if isinstance(loss_scale, OtherResultsFinite):
             loss_scale, value_finite = loss_scale
+        if not isinstance(loss_scale, LossScale):  # a known value is not read: it waits
+            check_loss_scale(loss_scale)
         # Checked after unscaling, because dividing by a scale below 1 can overflow.
         # XLA fuses the multiplication into both uses, so no copy is kept.
         # A NoOpLossScale leaves half gradients in half.
