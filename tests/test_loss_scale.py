@@ -15,6 +15,7 @@ import pytest
 from commands import run_python
 
 import jmp_lite as jmp
+from jmp_lite._src import trees
 
 SCALING = {
     "static": jmp.StaticLossScale(1024),
@@ -70,6 +71,15 @@ def test_what_is_no_floating_number_passes_through(loss_scale):
 def test_python_numbers_are_scaled_as_float32(loss_scale, x, dtype):
     scaled = loss_scale.scale(x)
     assert scaled.dtype == dtype and complex(scaled) == x * 1024
+
+
+def test_an_infinite_part_of_a_complex_number_leaves_the_other_alone(loss_scale):
+    x = jnp.array([complex(1, np.inf), complex(-np.inf, 2)])
+    assert loss_scale.scale(x).tolist() == [
+        complex(1024, np.inf),
+        complex(-np.inf, 2048),
+    ]
+    assert trees.worst_number(loss_scale.unscale(x)) == 1  # inf, not NaN
 
 
 @pytest.mark.parametrize("exponent", [-126, 0, 15, 126])

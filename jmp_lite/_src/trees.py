@@ -342,7 +342,10 @@ def _multiply(x: Leaf, factor: ArrayLike) -> Leaf:
         # A Python number has no dtype yet: it becomes float32.
         x = jnp.asarray(x, jnp.complex64 if isinstance(x, complex) else jnp.float32)
     x = cast_at_least_float32(x)
-    return x * jnp.asarray(factor, x.dtype)
+    factor = jnp.asarray(factor, jnp.finfo(x.dtype).dtype)
+    if jnp.iscomplexobj(x):  # of an inf times 0, a complex product is NaN
+        return jax.lax.complex(x.real * factor, x.imag * factor)
+    return x * factor
 
 
 def _cast(x: Leaf, dtype: DTypeLike) -> Leaf:
