@@ -346,7 +346,6 @@ MODULES: list[Row] = [
     (lambda: linen_state(P, tx=TX, dynamic_scale=None), "tx=jmp_lite.scale_aware(tx)"),
     (lambda: linen_state(P, tx=TX, update_on_skip=["a"]), "names ['a'], expected some"),
     (lambda: linen_state(P, tx=TX, update_on_skip=["step"]), "['step'], expected some"),
-    (lambda: linen_state(P, tx=TX, update_on_skip=["tx"]), "names ['tx'], expected so"),
     (lambda: STATE.apply_gradients(grads=P, params=P), "TypeError", "got ['params'],"),
     (lambda: STATE.apply_gradients(grads=P, opt_state=S, step=1), ".replace(opt_stat"),
     (lambda: STATE.apply_gradients(grads={"w": X}), "'b' is in the parameters only"),

@@ -110,7 +110,7 @@ def scaled_value_and_grad(
     @functools.wraps(fun, assigned=("__name__", "__doc__"), updated=())
     def scaled_loss(*args, **kwargs):
         value, aux = split_aux(fun(*args, **kwargs), has_aux)
-        trees.check_scalable(value, "a loss", "Cast to float32 before the last sum.")
+        trees.check_scalable(value, "a loss")
         return found.scale(value), (value, aux)
 
     if value_and_grad is jax.value_and_grad:
@@ -199,7 +199,9 @@ def check_arguments(args: tuple[PyTree, ...], argnums: int | Sequence[int]) -> N
                     "the parameters only, as with jmp_lite.nnx.TrainState."
                 )
             is_native = arguments.native(leaf) is leaf  # else JAX refuses it
-            if is_native and arguments.array(leaf) is not None:
+            if is_native and (
+                isinstance(leaf, jax.Array) or arguments.array(leaf) is not None
+            ):
                 continue
             remedy = "" if is_native else " Pass x.astype(x.dtype.newbyteorder('='))."
             if callable(leaf):

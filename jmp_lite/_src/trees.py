@@ -226,15 +226,16 @@ def is_inexact(x: Leaf) -> bool:
     return isinstance(x, float | complex) or is_castable(x) or is_complex
 
 
-def check_scalable(tree: PyTree, what: str, remedy: str) -> None:
+def check_scalable(tree: PyTree, what: str) -> None:
     """Raise if an array of a tree is fp8, which is neither scaled nor checked."""
     for path, x in jax.tree.leaves_with_path(tree):
         is_floating = is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
         if is_floating and not is_castable(x):
             where = f" at {key_path(path)!r}" if path else ""
             raise TypeError(
-                f"Expected {what} of at least 16 bits, got {x.dtype}{where}, whose "
-                f"range has no room for a loss scale. {remedy}"
+                f"Expected {what} of at least 16 bits, got {x.dtype}{where}, which has "
+                "no room for a loss scale. Cast to fp8 inside of the loss function and "
+                "return float32; leave frozen fp8 parameters out."
             )
 
 

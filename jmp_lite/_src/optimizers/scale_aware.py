@@ -40,11 +40,6 @@ _UNSCALED_TWICE = (
     "be unscaled twice. Remove one of the two."
 )
 
-_REMEDY_FP8 = (
-    "Differentiate float32 or half parameters, and cast these to fp8 in the loss "
-    "function; leave frozen fp8 parameters out."
-)
-
 
 class OtherResultsFinite(NamedTuple):
     """What stands for a loss scale while an update is told of other results.
@@ -230,7 +225,7 @@ def scale_aware(
         _check_names(extra)
         base.check_state(state, ScaleAwareState, "scale_aware(...)")
         base.check_gradients(updates, params)
-        trees.check_scalable(updates, "gradients", _REMEDY_FP8)
+        trees.check_scalable(updates, "gradients")
         warn_if_updates_are_lost(params, state.inner_state)  # a step may cast them
         loss_scale, value_finite = state.loss_scale, jnp.array(True)
         if isinstance(loss_scale, OtherResultsFinite):

@@ -89,8 +89,8 @@ class TrainState(train_state.TrainState):
           TypeError: `tx` is not an optax transformation; there is a `dynamic_scale`;
             `params` is no tree, `update_on_skip` no tuple.
           ValueError: parameters or batch statistics are not finite; `ema_decay` is not
-            in (0, 1); `update_on_skip` has a name that is not a field, or is that of
-            `step`, `params`, `opt_state` or a static field.
+            in (0, 1); `update_on_skip` has a name that is not a field, or `step`,
+            `params` or `opt_state`.
         """
         if "dynamic_scale" in kwargs and not hasattr(cls, "dynamic_scale"):
             raise TypeError(
@@ -100,11 +100,7 @@ class TrainState(train_state.TrainState):
         ema_decay = kwargs.get("ema_decay")
         train_step.check_start(tx, params, kwargs.get("batch_stats"), ema_decay)
         kwargs.setdefault("ema", train_step.init_ema(params, ema_decay))
-        fields = {
-            field.name
-            for field in dataclasses.fields(cls)
-            if field.metadata.get("pytree_node", True) and field.name not in _OF_A_STEP
-        }
+        fields = {field.name for field in dataclasses.fields(cls)} - _OF_A_STEP
         names = kwargs.get("update_on_skip", ())
         is_list = isinstance(names, tuple | list)
         if not is_list or not all(isinstance(name, str) for name in names):
