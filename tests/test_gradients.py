@@ -1,5 +1,6 @@
 """Gradients of a scaled loss: what jax.value_and_grad gives, times the scale."""
 
+import inspect
 from typing import Any
 
 import chex
@@ -27,7 +28,7 @@ PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array([0.5, 3.0])}
 X = jnp.array([3.0, -0.25])
 
 
-@pytest.mark.parametrize("argnums", [0, -1, (0,), [1, 0]])
+@pytest.mark.parametrize("argnums", [0, -1, np.int64(0), (0,), [1, 0]])
 def test_the_value_is_the_loss_and_gradients_are_times_the_scale(argnums):
     options: Any = {"loss_scale": STATE, "argnums": argnums}
     value, grads = jmp.scaled_value_and_grad(loss, **options)(PARAMS, X, power=3.0)
@@ -37,6 +38,23 @@ def test_the_value_is_the_loss_and_gradients_are_times_the_scale(argnums):
     chex.assert_trees_all_equal(grads, times_scale(expected))
     only_grads = jmp.scaled_grad(loss, **options)(PARAMS, X, power=3.0)
     chex.assert_trees_all_equal(only_grads, grads)
+
+
+def test_the_signature_is_that_of_the_function():
+    """`jax.jit` finds static arguments by name in it, as of `jax.value_and_grad`."""
+
+    def fun(x, y, train=False):
+        return x * y if train else x
+
+    expected = inspect.signature(jax.value_and_grad(fun))
+    options: Any = {"loss_scale": STATE}
+    for call in (
+        jmp.scaled_value_and_grad(fun, **options),
+        jmp.scaled_grad(fun, **options),
+    ):
+        assert (inspect.signature(call), call.__name__) == (expected, "fun")
+        got = jax.jit(call, static_argnames="train")(1.0, 2.0, True)
+        assert float(jax.tree.leaves(got)[-1]) == 2 * SCALE
 
 
 def test_the_transformation_may_be_another():

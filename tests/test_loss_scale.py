@@ -15,6 +15,7 @@ import pytest
 from commands import run_python
 
 import jmp_lite as jmp
+from jmp_lite._src import trees
 
 SCALING = {
     "static": jmp.StaticLossScale(1024),
@@ -70,6 +71,15 @@ def test_what_is_no_floating_number_passes_through(loss_scale):
 def test_python_numbers_are_scaled_as_float32(loss_scale, x, dtype):
     scaled = loss_scale.scale(x)
     assert scaled.dtype == dtype and complex(scaled) == x * 1024
+
+
+def test_an_infinite_part_of_a_complex_number_leaves_the_other_alone(loss_scale):
+    x = jnp.array([complex(1, np.inf), complex(-np.inf, 2)])
+    assert loss_scale.scale(x).tolist() == [
+        complex(1024, np.inf),
+        complex(-np.inf, 2048),
+    ]
+    assert trees.worst_number(loss_scale.unscale(x)) == 1  # inf, not NaN
 
 
 @pytest.mark.parametrize("exponent", [-126, 0, 15, 126])
@@ -209,10 +219,10 @@ def test_a_count_of_bad_steps_is_dropped_where_nothing_counts_them():
 
 MAPS = [jmp.PolicyMap("full", {"a": "float16"}), jmp.PolicyMap("f16", {"a": "full"})]
 IN_FLOAT16 = ["mixed_float16", "float16", jmp.get_policy("c=f16"), *MAPS]
+IN_FLOAT16 += ["p=f16,c=f32,o=f32", "p=f32,c=f32,o=f16", "p=f16,c=bf16"]
 NOT_IN_FLOAT16 = [
-    "p=f32,c=f32,o=f16",
-    "p=f16,c=bf16",
     "mixed_bfloat16",
+    "bfloat16",
     "full",
     jmp.PolicyMap("full", {"a": "bf16"}),
 ]
@@ -226,8 +236,21 @@ NOT_IN_FLOAT16 = [
     ],
     ids=str,
 )
-def test_only_float16_compute_needs_a_loss_scale(policy, expected):
+def test_gradients_in_float16_need_a_loss_scale(policy, expected):
     assert type(jmp.loss_scale_for(policy)) is expected
+
+
+@pytest.mark.parametrize("policy", ["p=f16,c=f32,o=f32", "p=f32,c=f32,o=f16"])
+def test_small_gradients_of_float16_parameters_and_outputs_survive(policy):
+    loss_scale, policy = jmp.loss_scale_for(policy), jmp.get_policy(policy)
+
+    def loss(w):
+        out = policy.cast_to_output(policy.cast_to_compute(w))
+        return out.astype(jnp.float32) * 1e-8
+
+    w = policy.cast_to_param(jnp.float32(1))
+    grad = loss_scale.unscale(jmp.scaled_grad(loss, loss_scale=loss_scale)(w))
+    np.testing.assert_allclose(float(grad), 1e-8, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -314,3 +337,21 @@ def test_the_backoff_factor_follows_another_factor_unless_it_was_given() -> None
     assert jax.tree.structure(dynamic()) == jax.tree.structure(
         dynamic(backoff_factor=0.5)
     )
+
+
+def test_what_may_look_wrong_and_is_right():
+    """Any leaf in the structure of a scale; jmp's zero; numbers of all kinds."""
+    scale = jmp.DynamicLossScale(hysteresis=2)
+    shapes = jax.eval_shape(lambda: scale)
+    for leaf in (object(), shapes.counter, jnp.ones(2).sharding, None, "text"):
+        filled = jax.tree.map(lambda _, leaf=leaf: leaf, scale)
+        assert type(filled) is type(scale)
+    assert jax.tree.leaves(jmp.StaticLossScale(0)) == []
+    assert float(jmp.DynamicLossScale(np.float16(8)).loss_scale) == 8.0
+    period: Any = 5.0
+    assert jmp.DynamicLossScale(period=period).period == 5
+    assert dataclasses.replace(shapes, counter=shapes.counter).counter.shape == ()
+    traced = jax.jit(lambda s: jmp.StaticLossScale(s).scale(jnp.float32(1)))
+    assert float(traced(jnp.float32(0))) == 0.0
+    for flag in (True, np.bool_(True), jnp.array(True)):
+        assert int(scale.adjust(flag).counter) == 1

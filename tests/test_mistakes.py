@@ -4,7 +4,6 @@ Each row is a call and words that its error has, in this order: what was got, wh
 expected, what to do.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -65,7 +64,9 @@ MOMENTUM = jmp.scale_aware(optax.sgd(0.1, momentum=0.9))
 LOW_SGD = jmp.low_precision_state(optax.sgd(0.1, momentum=0.9), min_size=1)
 NNX_STATE = nnx_.TrainState.create(LINEAR, TX)
 RULES_F16 = jmp.ops.OpRules.default(F16)
-SHAPES = jax.eval_shape(lambda: H)
+SHAPES, TEXTS = jax.eval_shape(lambda: H), np.array(["a", "b", "c"])
+GONE = jnp.float32(1)
+GONE.delete()
 dynamic: Any = jmp.DynamicLossScale
 OF_INF, NO_OP = {"loss_scale": jnp.inf, "counter": 1}, jmp.NoOpLossScale()
 
@@ -179,6 +180,7 @@ TREES: list[Row] = [
     (lambda: jmp.select_tree(True, P, H), "float32[2] and float16[2] at 'b'", "same"),
     (lambda: jmp.select_tree(True, P["w"], P["b"]), "float32[4, 2] and float32[2]"),
     (lambda: jmp.select_tree(True, ["a"], ["b"]), "'a' and 'b' at '0'", "not arr"),
+    (lambda: jmp.select_tree(True, TEXTS, TEXTS[:2]), "ValueError", "must be equal"),
     (lambda: jmp.recommended_half_dtype("gpu"), "a jax.Device, got 'gpu'", "jax.dev"),
     (lambda: jmp.trees.cast_floating(P, F8.dtype), "Cannot cast to", "fp8_dot_gener"),
 ]
@@ -213,6 +215,7 @@ GRADIENTS: list[Row] = [
     (lambda: grads(has_aux=True)(P, X), "has_aux=True to return a pair (loss, aux)"),
     (lambda: grads(lambda p, x: x @ p["w"])(P, X), "scalar", "(3, 2)"),
     (lambda: grads(lambda p, x: jnp.int32(1))(P, X), "real-valued", "got int32"),
+    (lambda: grads(lambda x: x.astype(F8.dtype))(1.0), "loss of at", "got float8_e4m3"),
     (lambda: grads(argnums=5)(P, X), "argnums=5", "only 2 positional"),
     (lambda: grads(value_and_grad=True), "such as jax.value_and_grad, got True"),
     (lambda: grads(value_and_grad=jax.grad), "got <function grad", "scaled_grad"),
@@ -220,6 +223,7 @@ GRADIENTS: list[Row] = [
     (lambda: grads(lambda m: m(X))(LINEAR), "nnx module", "nnx.value_and_grad"),
     (lambda: grads(len)({"m": LINEAR}), "nnx module", "(argument 0, at 'm')"),
     (lambda: grads(lambda f: f(X).sum())(jnp.sin), "equinox.filter_value_and_grad"),
+    (lambda: grads(jnp.sum)(np.ones(2, ">f4")), "dtype='>f4'", "newbyteorder('='))"),
     (lambda: grads()({"w": X.astype(int), "b": X}, X), "real- or", "got int32"),
 ]
 
@@ -236,7 +240,9 @@ OPTIMISERS: list[Row] = [
     (lambda: jmp.scale_aware(SGD, S), "DynamicLossScale, got ScaleAwareState("),
     (lambda: TX.update(P, SGD.init(P), P), "got tuple", "_replace(inner_state=state)"),
     (lambda: TX.update(P, P, S), "state of scale_aware(...).init(params), got dict"),
+    (lambda: TX.update(P, S._replace(loss_scale=8.0), P), "got 8.0", "StaticLossScale"),
     (lambda: TX.update(P, None, P), "state of scale_aware(", "got NoneType"),
+    (lambda: TX.update(P | {"w": F8}, S, P), "float8_e4m3fn at 'w'", "leave frozen"),
     (lambda: TX.update(P["w"], S, P), "a leaf in the gradients, a dict in the param"),
     (lambda: TX.update({"w": X}, S, P), "same structure", "'b' is in the parameters"),
     (lambda: TX.update(P, S, {"w": X}), "'b' is in the gradients only"),
@@ -339,6 +345,9 @@ MODULES: list[Row] = [
     (lambda: linen_state(P, tx=TX, batch_stats=NAN), "The initial batch statistics ar"),
     (lambda: linen_state(P, tx=TX, dynamic_scale=None), "tx=jmp_lite.scale_aware(tx)"),
     (lambda: linen_state(P, tx=TX, update_on_skip=["a"]), "names ['a'], expected some"),
+    (lambda: linen_state(P, tx=TX, update_on_skip=["step"]), "['step'], expected some"),
+    (lambda: STATE.apply_gradients(grads=P, params=P), "TypeError", "got ['params'],"),
+    (lambda: STATE.apply_gradients(grads=P, opt_state=S, step=1), ".replace(opt_stat"),
     (lambda: STATE.apply_gradients(grads={"w": X}), "'b' is in the parameters only"),
     (lambda: with_stats({"norm": {}}), "different structure", "batch_stats/norm/mean"),
     (lambda: with_stats(NORM, None), "at 'batch_stats', a dict in the first, nothing"),
@@ -365,6 +374,10 @@ MODULES: list[Row] = [
 CHECKPOINTS: list[Row] = [
     (lambda f: ckpt.save(P, f, step=4), "path of a folder first, got dict", "save(f"),
     (lambda f: ckpt.save(None, P, step=4), "path of a folder first, got NoneType"),
+    (lambda f: ckpt.save(f, SHAPES, step=4), "got b,", "abstract float16[2]", "before"),
+    (lambda f: jax.jit(lambda p: ckpt.save(f, p, step=4))(P), "got b,", "of jax.jit"),
+    (lambda f: ckpt.save(f, [GONE], step=4), "got 0,", "deleted float32[]", "donates"),
+    (lambda f: ckpt.save(f"file://{f}", P, step=4), "a URL", "without file://"),
     (lambda f: ckpt.save(f, P), "a step of at least 0, got None", "pass step="),
     (lambda f: ckpt.save(f, P, step=1), "Step 1 is older than step 3", "another fold"),
     (lambda f: ckpt.save(f, P, step=-1), "a step of at least 0, got -1"),
@@ -577,23 +590,6 @@ def test_what_looks_like_a_mistake_and_is_none(folder: Path) -> None:
     assert TX.update(P, S, P, value=True)[1].last_finite
     assert jax.eval_shape(lambda p: linen_state(p, tx=TX), NAN).step.shape == ()
     assert ckpt.restore(str(folder), P, step=3.0).step == 3
-
-
-def test_what_may_look_wrong_and_is_right() -> None:
-    """Any leaf in the structure of a scale; jmp's zero; numbers of all kinds."""
-    scale = dynamic(hysteresis=2)
-    for leaf in (object(), SHAPE, X.sharding, None, "text"):
-        filled = jax.tree.map(lambda _, leaf=leaf: leaf, scale)
-        assert type(filled) is type(scale)
-    assert jax.tree.leaves(jmp.StaticLossScale(0)) == []
-    assert float(dynamic(np.float16(8)).loss_scale) == 8.0
-    assert dynamic(period=5.0).period == 5
-    shapes = jax.eval_shape(lambda: scale)
-    assert dataclasses.replace(shapes, counter=shapes.counter).counter.shape == ()
-    traced = jax.jit(lambda s: jmp.StaticLossScale(s).scale(jnp.float32(1)))
-    assert float(traced(jnp.float32(0))) == 0.0
-    for flag in (True, np.bool_(True), jnp.array(True)):
-        assert int(scale.adjust(flag).counter) == 1
     assert jmp.low_precision_state(ADAM, min_size=0)
     assert jmp.scale_aware(SGD, axis_name=("i", "j"), skip_nonfinite=np.bool_(False))
     assert jmp.half_dtype("rocm") == F16

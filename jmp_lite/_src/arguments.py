@@ -126,6 +126,13 @@ def array(value: Any) -> jax.Array | None:
     if isinstance(value, str | bytes):  # NumPy would take it for the name of a dtype
         return None
     try:
-        return jnp.asarray(value)
+        return jnp.asarray(native(value))
     except (OverflowError, TypeError, ValueError):
         return None
+
+
+def native(x: T) -> T:
+    """Return an array in the byte order of this machine: JAX refuses another."""
+    if isinstance(x, np.ndarray) and not x.dtype.isnative:
+        return x.astype(x.dtype.newbyteorder("="))
+    return x

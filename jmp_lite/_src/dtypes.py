@@ -4,7 +4,9 @@ A dtype is stored as its `jax.numpy` scalar type (`jnp.float16`), which is hasha
 picklable, callable, and equal to `np.dtype("float16")`.
 """
 
+import itertools
 import re
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +26,14 @@ DTYPE_NAMES: dict[DTypeLike, tuple[str, ...]] = {
 
 HALF_DTYPES = (jnp.float16, jnp.bfloat16)
 
-# As np.dtype, the type of an array's `dtype`.
-_CASTABLE = frozenset(np.dtype(dtype) for dtype in DTYPE_NAMES)
-_HALF = frozenset(np.dtype(dtype) for dtype in HALF_DTYPES)
+
+def _in_both_orders(dtypes: Iterable[DTypeLike]) -> frozenset[np.dtype]:
+    """Return the types of an array's `dtype`: NumPy has others for swapped bytes."""
+    both = [(np.dtype(x), np.dtype(x).newbyteorder()) for x in dtypes]
+    return frozenset(itertools.chain(*both))
+
+
+_CASTABLE, _HALF = map(_in_both_orders, (DTYPE_NAMES, HALF_DTYPES))
 
 
 def is_castable(dtype: DTypeLike) -> bool:

@@ -73,10 +73,10 @@ def scaled_value_and_grad(
 
     Raises:
       TypeError: `fun` or `value_and_grad` is not callable. In the call: `fun` returns
-        no pair although `has_aux` is set, a tuple although it is not, or a value that
-        cannot be differentiated;
-        with `jax.value_and_grad`, a differentiated argument contains an nnx module
-        (its state updates would be lost) or a function (as equinox models do).
+        no pair although `has_aux` is set, a tuple although it is not, an fp8 loss, or
+        a value that cannot be differentiated; with `jax.value_and_grad`, a
+        differentiated argument contains an nnx module (its state updates would be
+        lost) or a function (as equinox models do).
       ValueError: `loss_scale` holds no loss scale, or several.
 
     Examples:
@@ -110,6 +110,7 @@ def scaled_value_and_grad(
     @functools.wraps(fun, assigned=("__name__", "__doc__"), updated=())
     def scaled_loss(*args, **kwargs):
         value, aux = split_aux(fun(*args, **kwargs), has_aux)
+        trees.check_scalable(value, "a loss")
         return found.scale(value), (value, aux)
 
     if value_and_grad is jax.value_and_grad:
@@ -118,6 +119,7 @@ def scaled_value_and_grad(
         kwargs["argnums"] = argnums
     transformed = value_and_grad(scaled_loss, has_aux=True, **kwargs)
 
+    @functools.wraps(fun, updated=())
     def fun_value_and_grad(*args, **kwargs):
         if value_and_grad is jax.value_and_grad:
             check_arguments(args, argnums)
@@ -172,6 +174,7 @@ def scaled_grad(
         fun, loss_scale=loss_scale, has_aux=has_aux, **kwargs
     )
 
+    @functools.wraps(fun, updated=())
     def fun_grad(*args, **kwargs):
         value, grads = value_and_grad(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
@@ -181,8 +184,7 @@ def scaled_grad(
 
 def check_arguments(args: tuple[PyTree, ...], argnums: int | Sequence[int]) -> None:
     """Raise if `jax.value_and_grad` cannot differentiate an argument of this kind."""
-    indices = (argnums,) if isinstance(argnums, int) else argnums
-    for index in indices:
+    for index in arguments.positions(argnums, "argnums"):
         if not -len(args) <= index < len(args):
             continue  # JAX raises its own error
         leaves = jax.tree.leaves_with_path(args[index], is_leaf=compat.is_nnx_module)
@@ -196,9 +198,12 @@ def check_arguments(args: tuple[PyTree, ...], argnums: int | Sequence[int]) -> N
                     "lost. Pass value_and_grad=nnx.value_and_grad, or differentiate "
                     "the parameters only, as with jmp_lite.nnx.TrainState."
                 )
-            if isinstance(leaf, jax.Array) or arguments.array(leaf) is not None:
+            is_native = arguments.native(leaf) is leaf  # else JAX refuses it
+            if is_native and (
+                isinstance(leaf, jax.Array) or arguments.array(leaf) is not None
+            ):
                 continue
-            remedy = ""
+            remedy = "" if is_native else " Pass x.astype(x.dtype.newbyteorder('='))."
             if callable(leaf):
                 remedy = (
                     " For a model that holds functions, such as an equinox model, pass "

@@ -222,8 +222,8 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
 
         Returns:
           The scaled tree. f16 and bf16 leaves become f32, because a scaled loss can
-          exceed the range of f16. Integers, bools, keys, `float0` and objects are
-          returned unchanged.
+          exceed the range of f16. Integers, bools, fp8, keys, `float0` and objects
+          are returned unchanged.
         """
         return _multiply(tree, self.loss_scale)
 
@@ -236,7 +236,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
         Returns:
           The unscaled tree. f16 and bf16 leaves become f32, because the result can
           underflow in half precision. Complex leaves stay complex. Integers, bools,
-          keys, `float0` and objects are returned unchanged.
+          fp8, keys, `float0` and objects are returned unchanged.
         """
         return _multiply(tree, 1 / self.loss_scale)
 
@@ -312,16 +312,21 @@ def loss_scale_for(policy: Policy | PolicyMap | str) -> LossScale:
       policy: a policy, its string, or a `PolicyMap`.
 
     Returns:
-      `DynamicLossScale()` if any compute dtype is float16, in which gradients below
-      6e-8 underflow. Otherwise `NoOpLossScale()`: bfloat16 has the range of float32.
+      `DynamicLossScale()` if any dtype is float16: gradients of such parameters,
+      activations and outputs are float16, in which those below 3e-8 underflow.
+      Otherwise `NoOpLossScale()`: bfloat16 has the range of float32.
 
     Examples:
       >>> loss_scale_for("mixed_bfloat16")
       NoOpLossScale()
     """
     policy = policy if isinstance(policy, PolicyMap) else get_policy(policy)
-    in_float16 = any(p.compute_dtype == jnp.float16 for p in policies_of(policy))
-    return DynamicLossScale() if in_float16 else NoOpLossScale()
+    used = [
+        dtype
+        for p in policies_of(policy)
+        for dtype in (p.param_dtype, p.compute_dtype, p.output_dtype)
+    ]
+    return DynamicLossScale() if jnp.float16 in used else NoOpLossScale()
 
 
 def get_loss_scale(tree: PyTree) -> LossScale:

@@ -190,6 +190,8 @@ def test_the_kind_of_leaf_is_that_of_like(tmp_path: Path) -> None:
         "jax": (np.ones(2, np.float32), jnp.zeros(2), jnp.ones(2)),
         "number": (3, jnp.int32(0), jnp.int32(3)),
         "array": (4, np.zeros([], np.int16), np.array(4, np.int16)),
+        "for a number": (np.int16(3), 0, jnp.int16(3)),
+        "of 64 bits, for a number": (np.int64(3), 0, 3),
         "shape": (5, weak, jnp.asarray(5)),
         "bytes": (big_endian, np.zeros(5, "i4"), big_endian.astype("i4")),
         "bytes of both": (np.ones(1, ">f8"), np.zeros(1, ">f8"), np.ones(1)),

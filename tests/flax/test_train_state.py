@@ -160,6 +160,17 @@ def test_a_skipped_step_leaves_every_bit_but_those_of_the_loss_scale(flax, name)
     assert bits_without_scale(expected) != bits_without_scale(state)
 
 
+@pytest.mark.parametrize("on_skip", [(), ("ema",)])
+def test_a_given_average_takes_the_place_of_its_own(on_skip):
+    state = _create(adam(), ema_decay=0.5, update_on_skip=on_skip)
+    given = {"a": jnp.full(2, 7.0), "b": jnp.full(2, 8.0)}
+    bad = _GRADS | {"a": jnp.full(2, jnp.inf)}
+    for grads, expected in ((_GRADS, given), (bad, given if on_skip else state.ema)):
+        after = state.apply_gradients(grads=grads, ema=given)
+        bitwise.assert_same(after.ema, expected)
+        assert int(after.step) == int(grads is _GRADS)
+
+
 @of_both
 def test_the_average_is_that_of_a_float64_reference(flax):
     state = flax.create(adam(), ema_decay=0.9)

@@ -190,6 +190,8 @@ def to_target(
     if value.dtype != jax.dtypes.canonicalize_dtype(
         value.dtype, allow_extended_dtype=True
     ):
+        if wanted.kind == "number":
+            return value.item(), None
         raise ValueError(
             f"{where} is {value.dtype}, which JAX has only with jax_enable_x64: pass a "
             "NumPy array in `like`."

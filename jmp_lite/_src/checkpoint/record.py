@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from jmp_lite._src import arguments
 from jmp_lite._src.checkpoint.leaves import LeafSpec, describe, flatten
 from jmp_lite._src.reports import summarize
 
@@ -30,6 +32,13 @@ def encode(
     """
     arrays, leaves, lost = {}, {}, []
     for path, x in flatten(state)[0].items():
+        is_abstract = isinstance(x, jax.ShapeDtypeStruct | Tracer)
+        if is_abstract or (isinstance(x, jax.Array) and x.is_deleted()):
+            kind = "abstract" if is_abstract else "deleted"
+            raise ValueError(
+                f"Expected arrays to save, got {path}, {kind} {describe(x)}: save "
+                "outside of jax.jit, and before a step that donates the state."
+            )
         leaf = describe(x)
         if leaf.kind == "key":
             leaf = dataclasses.replace(leaf, impl=str(jax.random.key_impl(x)))
@@ -92,7 +101,7 @@ def _as_bytes(x: ArrayLike, path: str) -> np.ndarray:
         raise ValueError(f"{path} is {array}: integers are saved with 64 bits at most.")
     if array.dtype.kind == "V" and array.dtype.itemsize == 1:
         array = array.view(np.uint8)  # Orbax does not support all fp8 and int4 dtypes
-    return array.astype(array.dtype.newbyteorder("="), copy=False)  # as it is read
+    return arguments.native(array)  # as it is read
 
 
 def _load(path: epath.Path) -> Any:

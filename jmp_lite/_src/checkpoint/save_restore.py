@@ -61,7 +61,8 @@ def save(
       TypeError: `keep` is no number.
       ValueError: `folder`, `step` or `keep` is invalid; the folder has a later step, a
         link to one, or something else in the place of the step or the lock; two leaves
-        have the same path; a Python int has more than 64 bits.
+        have the same path; a Python int has more than 64 bits; an array is abstract
+        or deleted.
       OSError: the checkpoint could not be written, as on a full disk.
       RuntimeError: another program or thread is saving to the folder.
 
@@ -74,9 +75,9 @@ def save(
       7
     """
     root = folders.resolve_folder(folder, to_save=True)
-    step = folders.step_number(getattr(state, "step", None) if step is None else step)
     keep = arguments.count(keep, "keep")
     arrays, specs = records.encode(state)
+    step = folders.step_number(getattr(state, "step", None) if step is None else step)
     place = folders.place_to_save(root, step)
     with contextlib.ExitStack() as lock:
 
@@ -158,9 +159,10 @@ def restore(
     """Restore a state bitwise, including dtypes and weak types.
 
     Each leaf is restored as its counterpart in `like`: a jax array on the same devices,
-    a NumPy array, a Python number, a string or bytes. Functions, static fields and the
-    settings of a loss scale are taken from `like`. Every process of a `jax.distributed`
-    program must call this function.
+    a NumPy array, a Python number, a string or bytes. Where `like` has a Python number,
+    as flax's first `step`, an array of JAX' dtypes is restored as a jax array.
+    Functions, static fields and the settings of a loss scale are taken from `like`.
+    Every process of a `jax.distributed` program must call this function.
 
     Args:
       folder: the folder passed to `save`.

@@ -163,14 +163,15 @@ def scale_aware(
     Returns:
       An `optax.GradientTransformationExtraArgs` whose types have `ScaleAwareState`.
       `update(grads, state, params, *, value=None, **extra)` takes scaled gradients of
-      any float dtypes and returns float32 updates (float64 stays float64), which
-      `optax.apply_updates` casts to the dtype of the parameters. `value` is the
+      any float dtypes but fp8 and returns float32 updates (float64 stays float64),
+      which `optax.apply_updates` casts to the dtype of the parameters. `value` is the
       unscaled loss, f32 `[]`, without a gradient penalty, whose overflow would be taken
       for a bad batch. The dtypes of the state never change.
 
     Raises:
       TypeError: `inner` is not an optax transformation; `loss_scale` is not a loss
-        scale. In `update`: the name of an argument is nearly `value`.
+        scale. In `update`: a gradient is fp8; the name of an argument is nearly
+        `value`.
       ValueError: the loss scale is zero, negative or NaN; `inner` is scale-aware, which
         `init` sees at any depth. In `update`: gradients and parameters differ in
         structure (a gradient that is None matches anything; for
@@ -224,10 +225,13 @@ def scale_aware(
         _check_names(extra)
         base.check_state(state, ScaleAwareState, "scale_aware(...)")
         base.check_gradients(updates, params)
+        trees.check_scalable(updates, "gradients")
         warn_if_updates_are_lost(params, state.inner_state)  # a step may cast them
         loss_scale, value_finite = state.loss_scale, jnp.array(True)
         if isinstance(loss_scale, OtherResultsFinite):
             loss_scale, value_finite = loss_scale
+        if not isinstance(loss_scale, LossScale):  # a known value is not read: it waits
+            check_loss_scale(loss_scale)
         # Checked after unscaling, because dividing by a scale below 1 can overflow.
         # XLA fuses the multiplication into both uses, so no copy is kept.
         # A NoOpLossScale leaves half gradients in half.

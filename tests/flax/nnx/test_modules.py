@@ -1,6 +1,8 @@
 """nnx modules of all kinds under policies: what calls change, transformations."""
 
+import enum
 import functools
+from typing import Any
 
 import bitwise
 import jax
@@ -119,6 +121,54 @@ def test_numbers_and_random_streams_of_a_call_go_on(policy):
     other = nnx.jit(lambda model, x, rngs: model(x, rngs))(model, X, rngs)
     assert (model.model.calls, int(rngs.dropout.count[...])) == (2, 2)
     assert not np.array_equal(one, other)
+
+
+class Mode(enum.Enum):
+    OLD, NEW = 0, 1
+
+
+class Changing(nnx.Module):
+    """Sets and removes attributes of all kinds in its first call."""
+
+    def __init__(self, rngs):
+        self.linear: Any = nnx.Linear(4, 2, rngs=rngs)
+        self.seen: Any = nnx.data(None)
+        self.buffer = nnx.Variable(jnp.ones(3))
+        self.linear.history, self.mode, self.names = (0,), Mode.OLD, {"k": 1}
+
+    def __call__(self, x):
+        if self.seen is None:
+            self.seen = nnx.Variable(jnp.zeros(3))
+            self.new, self.names, self.mode = "new", {"k": 2}, Mode.NEW
+            del self.buffer
+        self.seen[...] += 1
+        self.linear.history += (1,)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit])
+def test_attributes_that_a_call_sets_and_removes_are_set_and_removed(jit):
+    plain = Changing(nnx.Rngs(0))
+    model = with_policy(plain, "mixed_bfloat16")
+    call = jit(lambda model, x: model(x))
+    for each in (model, model, plain, plain):
+        call(each, X)
+    ours = model.model
+    assert ours.seen[...].tolist() == plain.seen[...].tolist() == [2.0] * 3
+    assert ours.linear.history == plain.linear.history == (0, 1, 1)
+    assert (ours.new, ours.names, ours.mode) == ("new", {"k": 2}, Mode.NEW)
+    assert not hasattr(ours, "buffer")
+
+
+def test_a_module_that_a_call_makes_is_refused_since_it_has_no_policy():
+    class Growing(nnx.Module):
+        def __call__(self, x):
+            self.extra = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+            return self.extra(x)
+
+    match = "call of Growing has made the module 'extra', .* call the model before"
+    with pytest.raises(ValueError, match=match):
+        with_policy(Growing(), "mixed_bfloat16")(X)
 
 
 # Transformations.

@@ -16,6 +16,8 @@ from jmp_lite._src import arguments, trees
 from jmp_lite._src.flax import train_step
 from jmp_lite._src.trees import PyTree
 
+_OF_A_STEP = {"step", "params", "opt_state"}
+
 
 class TrainState(train_state.TrainState):
     """flax's `TrainState`, which a skipped step leaves bitwise unchanged.
@@ -87,7 +89,8 @@ class TrainState(train_state.TrainState):
           TypeError: `tx` is not an optax transformation; there is a `dynamic_scale`;
             `params` is no tree, `update_on_skip` no tuple.
           ValueError: parameters or batch statistics are not finite; `ema_decay` is not
-            in (0, 1); `update_on_skip` has a name that is not a field.
+            in (0, 1); `update_on_skip` has a name that is not a field, or `step`,
+            `params` or `opt_state`.
         """
         if "dynamic_scale" in kwargs and not hasattr(cls, "dynamic_scale"):
             raise TypeError(
@@ -97,7 +100,7 @@ class TrainState(train_state.TrainState):
         ema_decay = kwargs.get("ema_decay")
         train_step.check_start(tx, params, kwargs.get("batch_stats"), ema_decay)
         kwargs.setdefault("ema", train_step.init_ema(params, ema_decay))
-        fields = {field.name for field in dataclasses.fields(cls)}
+        fields = {field.name for field in dataclasses.fields(cls)} - _OF_A_STEP
         names = kwargs.get("update_on_skip", ())
         is_list = isinstance(names, tuple | list)
         if not is_list or not all(isinstance(name, str) for name in names):
@@ -123,15 +126,22 @@ class TrainState(train_state.TrainState):
             collection is overwritten with its gradient, as flax does.
           value: the loss, unscaled, f32 `[]`. If it is not finite, the step is skipped
             and the loss scale stays.
-          **kwargs: new values of other fields.
+          **kwargs: new values of other fields. A given `ema` takes the place of the
+            average.
 
         Raises:
+          TypeError: `step`, `params` or `opt_state` is given.
           ValueError: gradients and parameters differ in structure, or a new value and
             the old one in structure, shape or dtype.
 
         Warns:
           UserWarning: there are batch statistics, and no new ones.
         """
+        if given := sorted(kwargs.keys() & _OF_A_STEP):
+            raise TypeError(
+                f"Expected new values of other fields, got {given}, which a step "
+                f"computes: write state.apply_gradients(...).replace({given[0]}=...)."
+            )
         params, ema, overwritten = self.params, self.ema, None
         if not isinstance(params, jax.Array) and OVERWRITE_WITH_GRADIENT in params:
             overwritten = grads[OVERWRITE_WITH_GRADIENT]
@@ -165,8 +175,8 @@ class TrainState(train_state.TrainState):
             params = {"params": params, OVERWRITE_WITH_GRADIENT: overwritten}
             if ema is not None:
                 ema = {"params": ema, OVERWRITE_WITH_GRADIENT: overwritten}
-        new |= {"params": params, "ema": ema}
+        new = {"params": params, "ema": ema} | new
         new = train_step.next_fields(self, finite, **new)
         if "batch_stats" not in kwargs:
             train_step.warn_of_old_statistics(self.batch_stats, "batch_stats")
-        return self.replace(opt_state=opt_state, **new, **always)
+        return self.replace(opt_state=opt_state, **(new | always))

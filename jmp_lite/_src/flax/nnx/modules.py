@@ -103,7 +103,8 @@ class PolicyModule(nnx.Module):
     It can be called; use `.model` for other methods and attributes of the model.
 
     Attributes:
-      model: the module, with the dtypes of its layers set.
+      model: the module, with the dtypes of its layers set. What a call changes, sets or
+        removes in it stays so.
       policies: the rules that give each module its policy.
     """
 
@@ -117,7 +118,7 @@ class PolicyModule(nnx.Module):
         Warns if the compute dtype of the default policy is half, but no matrix product
         runs in it because the author of the model set a `dtype` on its modules; if the
         policy has fp8, but no matrix product is in it; and if fp8 is slow on this
-        device.
+        device. Raises ValueError if the call makes a module that has variables.
         """
         modules = _modules(self.model)
         resolved = _resolve(self.policies, modules)
@@ -130,12 +131,15 @@ class PolicyModule(nnx.Module):
             (self.model, args, kwargs), nnx.Param, ...
         )
 
+        changes = {}
+
         def call(params, other_state):
             of_model = params.get(0, nnx.State({}))
             of_model = cast_params(of_model, resolved, "compute_dtype", cast_owners)
             params_of_all = nnx.State({**params, 0: of_model})
             copy, args, kwargs = nnx.merge(graphdef, params_of_all, other_state)
             nodes = copy, _nodes((args, kwargs))
+            before = {path: _attributes(m) for path, m in _modules(copy).items()}
             old = {path: _arrays(leaf) for path, leaf in _flat_state(nodes).items()}
             if "" in cast_owners:
                 args, kwargs = _cast_inputs((args, kwargs), resolved[""].policy)
@@ -150,7 +154,8 @@ class PolicyModule(nnx.Module):
             for path, param in nnx.to_flat_state(params):
                 if path[0] == 0 and path in changed:
                     changed[path] = trees.cast_like(changed[path], param)
-            return out, nnx.from_flat_state(changed), _settings(copy)
+            changes.update(_changes(copy, before))
+            return out, nnx.from_flat_state(changed)
 
         def traced():
             try:
@@ -160,14 +165,14 @@ class PolicyModule(nnx.Module):
 
         call.__name__ = name = type(self.model).__name__  # for error messages
         products.warn(name, resolved, traced)
-        out, changed, settings = sums_in_float32(call, self.policies.reduce_dtype)(
-            params, other_state
-        )
+        call = sums_in_float32(call, self.policies.reduce_dtype)
+        out, changed = call(params, other_state)
+        for path, (removed, static) in changes.items():
+            for attribute in removed:
+                delattr(modules[path], attribute)
+            for attribute, value in static.items():
+                setattr(modules[path], attribute, value)
         nnx.update((self.model, _nodes((args, kwargs))), changed)
-        for path, values in settings.items():
-            for setting, value in values.items():
-                if vars(modules[path]).get(setting) != value:
-                    setattr(modules[path], setting, value)
         return resolved[""].policy.cast_to_output(out)
 
     def explain(self) -> Explanation:
@@ -212,13 +217,39 @@ def _flat_state(nodes: PyTree) -> dict[PyTree, PyTree]:
     return dict(nnx.to_flat_state(nnx.state(nodes)))
 
 
-def _settings(model: nnx.Module) -> dict[str, dict[str, Any]]:
-    """Return the attributes of modules that are plain values, which a call may set."""
-    plain = bool, int, float, str, type(None)
-    return {
-        path: {name: x for name, x in vars(module).items() if isinstance(x, plain)}
-        for path, module in _modules(model).items()
-    }
+def _attributes(module: nnx.Module) -> dict[str, Any]:
+    """Return the attributes of a module but those in which nnx notes what they are."""
+    return {n: x for n, x in vars(module).items() if not n.startswith("_pytree__")}
+
+
+def _changes(
+    model: nnx.Module, before: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[list[str], dict[str, Any]]]:
+    """Return the attributes of each module that a call removed, and static ones it set.
+
+    A static one in whose place there is a variable now is removed: nnx adds variables.
+    """
+    changes = {}
+    for path, module in _modules(model).items():
+        if path in before:
+            old, now = before[path], _attributes(module)
+            static = {n: x for n, x in now.items() if _is_static(x)}
+            lost = old.keys() - now.keys()
+            lost |= {n for n in old if _is_static(old[n]) and n not in static}
+            new = {n: x for n, x in static.items() if n not in old or x is not old[n]}
+            changes[path] = [*lost], new
+        elif jax.tree.leaves(nnx.state(module)):
+            raise ValueError(
+                f"A call of {type(model).__name__} has made the module {path!r}, which "
+                "has no policy: make it in __init__, or call the model before "
+                "with_policy."
+            )
+    return changes
+
+
+def _is_static(x: object) -> bool:
+    leaves = jax.tree.leaves(x, is_leaf=_is_node)
+    return not any(_is_node(leaf) or trees.is_array(leaf) for leaf in leaves)
 
 
 def _modules(model: nnx.Module) -> dict[str, Any]:
