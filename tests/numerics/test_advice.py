@@ -283,6 +283,37 @@ def test_the_loss_scale_lifts_gradients_and_leaves_room(factor):
         assert zeros in advice.reasons[-1]
 
 
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_gradient_of_a_weight_that_no_loss_scale_fits_is_a_fault(half):
+    def loss(params, x):
+        with jax.named_scope("mix"):
+            x = x @ params[0]
+        with jax.named_scope("head"):
+            return jnp.sum(jnp.square(x @ params[1]))
+
+    args = (jnp.eye(16), jnp.full((16, 16), 0.01)), jnp.full((64, 16), 100.0)
+    advice = advise(loss, f"mixed_{half}")(*args)
+    assert patterns(advice) == ["head"] * (half == "float16") and advice.left == ()
+    grad = jmp.scaled_grad(
+        jmp.autocast(loss, advice.policy), loss_scale=advice.loss_scale
+    )
+    expected = jax.grad(loss)(*args)
+    assert expected[1].max() > 65504
+    found = advice.loss_scale.unscale(grad(*args))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=0.02), found, expected
+    )
+
+
+def test_a_gradient_that_is_too_large_and_in_no_layer_is_left():
+    ask = advise(lambda w, x: jnp.sum(jnp.square(x @ w)), "mixed_float16")
+    advice = ask(jnp.full((16, 16), 0.01), jnp.full((64, 16), 100.0))
+    assert [row.direction for row in advice.left] == ["backward"]
+    assert re.match(
+        r"Still wrong: dot_general at .* reaches 2.05e\+05, beyond", advice.reasons[-1]
+    )
+
+
 def test_a_function_of_integers_has_no_gradient_in_half():
     ask = advise(lambda w, x: jnp.sum(w * x), "mixed_float16")
     advice = ask(jnp.ones(2), jnp.ones(2))
