@@ -32,7 +32,8 @@ class StepReport(reports.Report):
       memory: what one has; None if that is not known.
       limit: the bytes of `fits`, or None.
       peak: the most that is in memory: arguments, results and temporaries. It is XLA's
-        own figure, or their sum where that leaves out temporaries, as on CPUs.
+        own figure, or their sum where that leaves out temporaries, as on CPUs, with the
+        arguments that the step does not read, which XLA leaves out.
       arguments: the bytes of each class of arguments.
       parameter_count: how many parameters there are, on all devices together.
       results: bytes of results that are in no donated argument's memory.
@@ -227,8 +228,10 @@ def of_step(
                 "pass nnx.jit(step) if it updates nnx modules in place."
             )
         names = roles.classes_of_leaves(step, *given, built.result, classes)
-        arrays = filter(trees.is_array, jax.tree.leaves(given))
+        arrays = map(_of_jax, filter(trees.is_array, jax.tree.leaves(given)))
         pairs = list(zip(names, arrays, strict=True))
+        held = {(x.shape, x.dtype): program.shard_bytes(x) for _, x in pairs}
+        unread = _not_read(built.compiled)
         parameters = [x for name, x in pairs if name == roles.PARAMETERS]
         parameter_sizes = {
             program.shard_bytes(x) // x.dtype.itemsize for x in parameters
@@ -243,7 +246,7 @@ def of_step(
             devices=built.count,
             memory=target.memory if target else None,
             limit=limit,
-            peak=peak_of(memory),
+            peak=peak_of(memory) + sum(held.get((x.shape, x.dtype), 0) for x in unread),
             arguments=total((name, program.shard_bytes(x)) for name, x in pairs),
             parameter_count=sum(x.size for x in parameters),
             results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
@@ -258,6 +261,23 @@ def of_step(
         )
 
     return measure
+
+
+def _of_jax(x: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array, in the dtype that it has for JAX."""
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+    sharding = getattr(x, "sharding", None)
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+
+
+def _not_read(compiled: Any) -> list[Any]:
+    """Return the arguments that JAX leaves out of a program, which does not read them.
+
+    The program has no sharding of these.
+    """
+    trees_of_args = compiled.in_avals, compiled.input_shardings
+    leaves = (jax.tree.leaves(x, is_leaf=lambda x: x is None) for x in trees_of_args)
+    return [x for x, at in zip(*leaves, strict=True) if at is None and x is not None]
 
 
 def peak_of(memory: Any) -> int:
