@@ -242,6 +242,17 @@ def test_what_is_in_no_layer_is_left_and_said_with_what_else_can_be_done():
     assert f"# {advice.reasons[-1]}\n" in str(advice)
 
 
+@pytest.mark.parametrize("move", [lambda x: x[1:], lambda x: jax.nn.relu(-x.T)])
+def test_what_only_moves_numbers_that_overflowed_before_is_not_named(move):
+    def loss(w, x):
+        return jnp.mean(jax.nn.softmax(move(x @ w)))
+
+    args = 1e3 * RNG.normal(size=(2, 8, 8)).astype(np.float32)
+    advice = advise(loss, "mixed_float16")(*args)
+    assert {row.primitive for row in advice.left} == {"dot_general"}
+    assert sum("Still wrong" in reason for reason in advice.reasons) == 1
+
+
 def test_the_code_gives_what_is_advised():
     for loss_fn, policy in (
         (overflowing, "mixed_float16"),
