@@ -1,5 +1,6 @@
 """Statistics of a tree, leaf by leaf: parameters, gradients, activations."""
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -30,7 +31,8 @@ class TreeStats(reports.Report):
 
     Args:
       stats: those of the leaves, stacked: fields f32 `[n]`, a histogram `[n, 96]`.
-      paths: the key path of each leaf, `"decoder/layers/0/kernel"`; static.
+      paths: the key path of each leaf, `"decoder/layers/0/kernel"`; of several that
+        have the same one, as a key has a slash, `"['a/b']"`, `"['a']['b']"`; static.
       dtype: the dtype that the numbers would be in; static.
 
     Examples:
@@ -143,7 +145,7 @@ def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = False) -> TreeS
       (('b', 'w'), [0.0, 1.0])
     """
     leaves = [
-        (trees.key_path(path), leaf)
+        (path, leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)
         if trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
@@ -154,7 +156,13 @@ def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = False) -> TreeS
         empty(histogram=histogram),
         *rows,
     )
-    return TreeStats(stacked, tuple(path for path, _ in leaves), dtype)
+    names = [trees.key_path(path) for path, _ in leaves]
+    times = collections.Counter(names)
+    paths = [
+        name if times[name] == 1 else jax.tree_util.keystr(path)
+        for name, (path, _) in zip(names, leaves, strict=True)
+    ]
+    return TreeStats(stacked, tuple(paths), dtype)
 
 
 # The fields whose share of all numbers is shown, the worst first, and their titles.
