@@ -27,7 +27,7 @@ PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array([0.5, 3.0])}
 X = jnp.array([3.0, -0.25])
 
 
-@pytest.mark.parametrize("argnums", [0, -1, (0,), [1, 0]])
+@pytest.mark.parametrize("argnums", [0, -1, (0,), [1, 0], np.int64(1)])
 def test_the_value_is_the_loss_and_gradients_are_times_the_scale(argnums):
     options: Any = {"loss_scale": STATE, "argnums": argnums}
     value, grads = jmp.scaled_value_and_grad(loss, **options)(PARAMS, X, power=3.0)
