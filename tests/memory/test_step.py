@@ -138,6 +138,24 @@ def test_an_argument_that_is_not_read_counts_as_it_is_split():
     assert report.peak == read.peak + 64 * 64 / 4
 
 
+@pytest.mark.parametrize("dtype", ["int4", "float4_e2m1fn"])
+def test_two_numbers_of_four_bits_are_a_byte(dtype):
+    def step(w, q):
+        return w + q.astype(jnp.float32)
+
+    args = Shape((65, 65), "float32"), Shape((65, 65), dtype)
+    report = memory.of_step(step)(*args)
+    assert sum(report.arguments.values()) == 4 * 65**2 + 65**2 // 2 + 1
+    assert report.by_class["results"] == report.results == 4 * 65**2
+
+    def loss(x):
+        q = x.astype(dtype)
+        return jnp.sum(jax.checkpoint(lambda x, q: x * q.astype(jnp.float32))(x, q))
+
+    found = memory.saved(loss)(args[0])
+    assert [row.bytes for row in found.rows if row.dtype == dtype] == [65**2 // 2 + 1]
+
+
 def test_arguments_have_the_dtypes_that_the_step_reads():
     indices = np.zeros(1000, np.int64)  # int32 to JAX
     report = memory.of_step(lambda x, i: x[i])(Shape((8,), "float32"), indices)
