@@ -214,21 +214,22 @@ def check_arguments(args: tuple[PyTree, ...], argnums: int | Sequence[int]) -> N
 
 
 def split_aux(output: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
-    got = f"a {type(output).__name__}"
-    if isinstance(output, jax.Array):
-        got = f"an array of shape {output.shape}"
-    elif isinstance(output, tuple | list):
-        got = f"{got} of {len(output)}"
-        if not has_aux:
-            raise TypeError(
-                f"Expected a loss function that returns a scalar, got {got}. If it "
-                "returns (loss, aux), pass has_aux=True."
-            )
-    if not has_aux:
+    is_several = isinstance(output, tuple | list)
+    if not has_aux and not is_several:
         return output, None
-    if isinstance(output, tuple) and len(output) == 2:
+    if has_aux and isinstance(output, tuple) and len(output) == 2:
         return output
+    got = f"a {type(output).__name__}"
+    if is_several:
+        got = f"{got} of {len(output)}"
+    elif isinstance(output, jax.Array):
+        got = f"an array of shape {output.shape}"
+    if has_aux:
+        raise TypeError(
+            "Expected a function with has_aux=True to return a pair (loss, aux), got "
+            f"{got}."
+        )
     raise TypeError(
-        "Expected a function with has_aux=True to return a pair (loss, aux), got "
-        f"{got}."
+        f"Expected a loss function that returns a scalar, got {got}. If it returns "
+        "(loss, aux), pass has_aux=True."
     )

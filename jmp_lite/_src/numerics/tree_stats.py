@@ -159,10 +159,8 @@ def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = False) -> TreeS
     )
     names = [trees.key_path(path) for path, _ in leaves]
     times = collections.Counter(names)
-    paths = [
-        name if times[name] == 1 else jax.tree_util.keystr(path)
-        for name, (path, _) in zip(names, leaves, strict=True)
-    ]
+    pairs = zip(names, leaves, strict=True)
+    paths = (x if times[x] == 1 else jax.tree_util.keystr(p) for x, (p, _) in pairs)
     return TreeStats(stacked, tuple(paths), dtype)
 
 
