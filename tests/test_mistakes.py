@@ -68,6 +68,7 @@ SHAPES, TEXTS = jax.eval_shape(lambda: H), np.array(["a", "b", "c"])
 GONE = jnp.float32(1)
 GONE.delete()
 dynamic: Any = jmp.DynamicLossScale
+TRACKED: Any = num.track_nonfinite(jnp.log)
 OF_INF, NO_OP = {"loss_scale": jnp.inf, "counter": 1}, jmp.NoOpLossScale()
 
 
@@ -135,10 +136,6 @@ def enter(manager: Any) -> None:
 
 def with_aux(p: Any, x: Any) -> Any:
     return loss(p, x), {"x": x}
-
-
-def stacked_tracker() -> Any:
-    return jax.vmap(num.track_nonfinite(jnp.log))(jnp.ones(2))[1]
 
 
 Row = tuple[Any, ...]
@@ -212,11 +209,12 @@ GRADIENTS: list[Row] = [
     (lambda: grads(loss_scale=None), "Found no loss scale", "is NoOpLossScale()."),
     (lambda: grads(loss_scale=jmp.DynamicLossScale), "Make one first: DynamicLossSca"),
     (lambda: grads(loss_scale=stacked(S)), "shape (), got (2,)", "inside of jax.pmap"),
-    (lambda: grads(has_aux=True)(P, X), "has_aux=True to return a pair (loss, aux)"),
+    (lambda: grads(has_aux=True)(P, X), "pair (loss, aux), got an array of shape ()."),
     (lambda: grads(lambda p, x: x @ p["w"])(P, X), "scalar", "(3, 2)"),
     (lambda: grads(lambda p, x: jnp.int32(1))(P, X), "real-valued", "got int32"),
     (lambda: grads(lambda x: x.astype(F8.dtype))(1.0), "loss of at", "got float8_e4m3"),
     (lambda: grads(argnums=5)(P, X), "argnums=5", "only 2 positional"),
+    (lambda: grads(argnums=(0, -2))(P, X), "argnums to be", "each once, got (0, -2)"),
     (lambda: grads(value_and_grad=True), "such as jax.value_and_grad, got True"),
     (lambda: grads(value_and_grad=jax.grad), "got <function grad", "scaled_grad"),
     (lambda: grads(value_and_grad=nnx.grad), "got <function grad", "scaled_grad"),
@@ -318,7 +316,9 @@ NUMERICS: list[Row] = [
     (lambda: jax.jit(num.first_nonfinite(loss))(P, X), "outside", "track_nonfinite"),
     (lambda: num.first_nonfinite(lambda m: m(X))(LINEAR), "nnx module", "nnx.split"),
     (lambda: num.track_nonfinite(P), "a function to watch, got {'w'"),
-    (lambda: stacked_tracker().report(), "the tracker of one run", "[2]", "x[i]"),
+    (lambda: jax.vmap(TRACKED)(X)[1].report(), "the tracker of one run", "[3]", "x[i]"),
+    (lambda: jax.vmap(lambda x: TRACKED(x)[1].report())(X), "traced", "outside of jax"),
+    (lambda: jax.jit(lambda x: num.tree_stats(x, F16).named())(X), "traced", "outside"),
     (lambda: num.value_stats(X.astype(int), "f16"), "floats, got int32[3, 4]"),
     (lambda: num.value_stats(X, "int8"), "Unknown dtype 'int8'", "one of half"),
     (lambda: num.LintReport.from_json("{"), "the JSON of a LintReport, got '{'"),

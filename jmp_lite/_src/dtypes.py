@@ -59,6 +59,13 @@ def is_half(dtype: DTypeLike | None) -> bool:
     return dtype in _HALF
 
 
+def packed(count: int, dtype: np.dtype) -> int:
+    """Return how many bytes XLA needs for so many of NumPy's: two int4 are in one."""
+    if not jnp.issubdtype(dtype, np.number):
+        return count
+    return -(-count * jax.dtypes.itemsize_bits(dtype) // (8 * dtype.itemsize))
+
+
 def needs_scale(dtype: DTypeLike) -> bool:
     """Return whether this dtype has so few bits, 8 at most, that it needs a scale."""
     return jnp.finfo(dtype).bits <= 8

@@ -184,7 +184,11 @@ def scaled_grad(
 
 def check_arguments(args: tuple[PyTree, ...], argnums: int | Sequence[int]) -> None:
     """Raise if `jax.value_and_grad` cannot differentiate an argument of this kind."""
-    for index in arguments.positions(argnums, "argnums"):
+    indices = arguments.positions(argnums, "argnums")
+    if len({i + len(args) * (i < 0) for i in indices}) < len(indices):
+        expected = "the index of an argument, or those of several, each once"
+        raise ValueError(arguments.wrong("argnums", expected, argnums))
+    for index in indices:
         if not -len(args) <= index < len(args):
             continue  # JAX raises its own error
         leaves = jax.tree.leaves_with_path(args[index], is_leaf=compat.is_nnx_module)
@@ -216,17 +220,22 @@ def check_arguments(args: tuple[PyTree, ...], argnums: int | Sequence[int]) -> N
 
 
 def split_aux(output: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
-    if not has_aux:
-        if isinstance(output, tuple | list):
-            raise TypeError(
-                "Expected a loss function that returns a scalar, got a "
-                f"{type(output).__name__} of {len(output)}. If it returns (loss, aux), "
-                "pass has_aux=True."
-            )
+    is_several = isinstance(output, tuple | list)
+    if not has_aux and not is_several:
         return output, None
-    if isinstance(output, tuple) and len(output) == 2:
+    if has_aux and isinstance(output, tuple) and len(output) == 2:
         return output
+    got = f"a {type(output).__name__}"
+    if is_several:
+        got = f"{got} of {len(output)}"
+    elif isinstance(output, jax.Array):
+        got = f"an array of shape {output.shape}"
+    if has_aux:
+        raise TypeError(
+            "Expected a function with has_aux=True to return a pair (loss, aux), got "
+            f"{got}."
+        )
     raise TypeError(
-        "Expected a function with has_aux=True to return a pair (loss, aux), got "
-        f"{output!r}."
+        f"Expected a loss function that returns a scalar, got {got}. If it returns "
+        "(loss, aux), pass has_aux=True."
     )

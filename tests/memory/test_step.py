@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import nnx_models
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -40,6 +41,13 @@ step = transformer.train_step(jax.grad(loss_fn), TX)
 @functools.cache
 def measured():
     return memory.of_step(step, donate_argnums=(0, 1))(PARAMS, OPT_STATE, TOKENS)
+
+
+MESH = AbstractMesh((4,), ("data",))
+
+
+def sharded(x, *spec, mesh=MESH):
+    return Shape(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 # What is compiled faster, where it shows as much.
@@ -111,6 +119,50 @@ def test_arguments_may_be_arrays_shapes_and_numbers():
     assert memory.of_step(lambda x, scale: x * scale)(jnp.ones(3), 2.0).peak > 0
 
 
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit, nnx.jit, eqx.filter_jit])
+def test_arguments_that_the_step_does_not_read_are_in_memory_too(wrap):
+    def step(params, batch):
+        return grad_of_small(params, batch["x"])
+
+    batch = {"x": SMALL[1], "images": Shape((512, 512), "float32")}
+    report = memory.of_step(wrap(step), fits="1MB")(SMALL[0], batch)
+    assert report.peak == measured_small().peak + 4 * 512**2
+    assert sum(report.by_class.values()) == report.peak
+    assert report.fits is False
+
+
+def test_an_argument_that_is_not_read_counts_as_it_is_split():
+    args = SMALL[0], sharded(SMALL[1], "data"), sharded(Shape((64, 64), "int8"), "data")
+    report = memory.of_step(lambda w, x, y: small(w, x), "cpu", devices=4)(*args)
+    read = memory.of_step(small, "cpu", devices=4)(*args[:2])
+    assert report.peak == read.peak + 64 * 64 / 4
+
+
+@pytest.mark.parametrize("dtype", ["int4", "float4_e2m1fn"])
+def test_two_numbers_of_four_bits_are_a_byte(dtype):
+    def step(w, q):
+        return w + q.astype(jnp.float32)
+
+    args = Shape((65, 65), "float32"), Shape((65, 65), dtype)
+    report = memory.of_step(step)(*args)
+    assert sum(report.arguments.values()) == 4 * 65**2 + 65**2 // 2 + 1
+    assert report.by_class["results"] == report.results == 4 * 65**2
+
+    def loss(x):
+        q = x.astype(dtype)
+        return jnp.sum(jax.checkpoint(lambda x, q: x * q.astype(jnp.float32))(x, q))
+
+    found = memory.saved(loss)(args[0])
+    assert [row.bytes for row in found.rows if row.dtype == dtype] == [65**2 // 2 + 1]
+
+
+def test_arguments_have_the_dtypes_that_the_step_reads():
+    indices = np.zeros(1000, np.int64)  # int32 to JAX
+    report = memory.of_step(lambda x, i: x[i])(Shape((8,), "float32"), indices)
+    assert sum(report.arguments.values()) == 4 * 8 + 4 * 1000
+    assert sum(report.by_class.values()) == report.peak
+
+
 def test_loops_count_by_their_trips_and_of_branches_the_longest():
     def scanned(ws, x):
         return jax.lax.scan(lambda x, w: (x @ w, None), x, ws)[0]
@@ -150,13 +202,6 @@ def test_the_report_is_a_table_and_json():
     # Copies of arguments are a row.
     (line,) = [x for x in str(report).splitlines() if "params[" in x]
     assert line.startswith("temporaries") and " … " in line and " copy " in line
-
-
-MESH = AbstractMesh((4,), ("data",))
-
-
-def sharded(x, *spec, mesh=MESH):
-    return Shape(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 @pytest.mark.parametrize("mesh", [MESH, memory.mesh("cpu", data=4)])

@@ -242,6 +242,17 @@ def test_what_is_in_no_layer_is_left_and_said_with_what_else_can_be_done():
     assert f"# {advice.reasons[-1]}\n" in str(advice)
 
 
+@pytest.mark.parametrize("move", [lambda x: x[1:], lambda x: jax.nn.relu(-x.T)])
+def test_what_only_moves_numbers_that_overflowed_before_is_not_named(move):
+    def loss(w, x):
+        return jnp.mean(jax.nn.softmax(move(x @ w)))
+
+    args = 1e3 * RNG.normal(size=(2, 8, 8)).astype(np.float32)
+    advice = advise(loss, "mixed_float16")(*args)
+    assert {row.primitive for row in advice.left} == {"dot_general"}
+    assert sum("Still wrong" in reason for reason in advice.reasons) == 1
+
+
 def test_the_code_gives_what_is_advised():
     for loss_fn, policy in (
         (overflowing, "mixed_float16"),
@@ -281,6 +292,37 @@ def test_the_loss_scale_lifts_gradients_and_leaves_room(factor):
         assert np.mean(scaled == 0) == 0.0 < np.mean(unscaled == 0)
         zeros = " of them would be 0 in float16 without it, 0.0% are"
         assert zeros in advice.reasons[-1]
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_gradient_of_a_weight_that_no_loss_scale_fits_is_a_fault(half):
+    def loss(params, x):
+        with jax.named_scope("mix"):
+            x = x @ params[0]
+        with jax.named_scope("head"):
+            return jnp.sum(jnp.square(x @ params[1]))
+
+    args = (jnp.eye(16), jnp.full((16, 16), 0.01)), jnp.full((64, 16), 100.0)
+    advice = advise(loss, f"mixed_{half}")(*args)
+    assert patterns(advice) == ["head"] * (half == "float16") and advice.left == ()
+    grad = jmp.scaled_grad(
+        jmp.autocast(loss, advice.policy), loss_scale=advice.loss_scale
+    )
+    expected = jax.grad(loss)(*args)
+    assert expected[1].max() > 65504
+    found = advice.loss_scale.unscale(grad(*args))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=0.02), found, expected
+    )
+
+
+def test_a_gradient_that_is_too_large_and_in_no_layer_is_left():
+    ask = advise(lambda w, x: jnp.sum(jnp.square(x @ w)), "mixed_float16")
+    advice = ask(jnp.full((16, 16), 0.01), jnp.full((64, 16), 100.0))
+    assert [row.direction for row in advice.left] == ["backward"]
+    assert re.match(
+        r"Still wrong: dot_general at .* reaches 2.05e\+05, beyond", advice.reasons[-1]
+    )
 
 
 def test_a_function_of_integers_has_no_gradient_in_half():

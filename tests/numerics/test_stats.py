@@ -261,6 +261,14 @@ def test_a_leaf_is_counted_under_its_path():
         assert as_lists(leaf_stats) == as_lists(value_stats(leaf, "f16"))
 
 
+def test_leaves_whose_paths_print_alike_are_all_there():
+    tree = {"a/b": jnp.full(4, 1e-9), "a": {"b": jnp.ones(2)}, "c": jnp.ones(3)}
+    found = jax.jit(lambda tree: tree_stats(tree, "f16"))(tree)
+    sizes = {path: float(of_leaf.size) for path, of_leaf in found.named().items()}
+    assert sizes == {"['a']['b']": 2, "['a/b']": 4, "c": 3}
+    assert found.table().row_count == 3
+
+
 def test_a_total_is_that_of_all_numbers():
     leaves = [np.ravel(TREE[n]).astype(np.float32) for n in ("b", "h", "w")]
     total = jax.jit(lambda: tree_stats(TREE, "f16").total())()

@@ -16,7 +16,7 @@ from typing import NamedTuple, ParamSpec
 
 import jax
 
-from jmp_lite._src import compat, reports
+from jmp_lite._src import compat, dtypes, reports
 from jmp_lite._src.autocast import products
 from jmp_lite._src.autocast.checks import check_function, takes_function
 from jmp_lite._src.autocast.transform import autocast
@@ -217,7 +217,7 @@ class _Found(NamedTuple):
 
 def _row(var: Var, layer: str, operation: str, line: str, hint: str = "") -> SavedArray:
     dtype, shape = compat.aval_of(var).dtype, tuple(core.shape(var))
-    count = math.prod(shape) * dtype.itemsize
+    count = dtypes.packed(math.prod(shape) * dtype.itemsize, dtype)
     return SavedArray(layer, operation, line, str(dtype), shape, count, hint)
 
 

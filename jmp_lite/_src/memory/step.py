@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Any, ParamSpec
 
 import jax
 
-from jmp_lite._src import arguments, compat, fp8, reports, trees
+from jmp_lite._src import arguments, compat, dtypes, fp8, reports, trees
 from jmp_lite._src.autocast.checks import check_function, takes_function
 from jmp_lite._src.memory import classes as roles
 from jmp_lite._src.memory import devices as targets
@@ -32,7 +33,8 @@ class StepReport(reports.Report):
       memory: what one has; None if that is not known.
       limit: the bytes of `fits`, or None.
       peak: the most that is in memory: arguments, results and temporaries. It is XLA's
-        own figure, or their sum where that leaves out temporaries, as on CPUs.
+        own figure, or their sum where that leaves out temporaries, as on CPUs, with the
+        arguments that the step does not read, which XLA leaves out.
       arguments: the bytes of each class of arguments.
       parameter_count: how many parameters there are, on all devices together.
       results: bytes of results that are in no donated argument's memory.
@@ -227,8 +229,11 @@ def of_step(
                 "pass nnx.jit(step) if it updates nnx modules in place."
             )
         names = roles.classes_of_leaves(step, *given, built.result, classes)
-        arrays = filter(trees.is_array, jax.tree.leaves(given))
-        pairs = list(zip(names, arrays, strict=True))
+        arrays = [_of_jax(x) for x in jax.tree.leaves(given) if trees.is_array(x)]
+        sizes = [dtypes.packed(program.shard_bytes(x), x.dtype) for x in arrays]
+        held = {(x.shape, x.dtype): n for x, n in zip(arrays, sizes, strict=True)}
+        unread = [held.get(x, 0) for x in _not_read(built.compiled)]
+        pairs = zip(names, arrays, strict=True)
         parameters = [x for name, x in pairs if name == roles.PARAMETERS]
         parameter_sizes = {
             program.shard_bytes(x) // x.dtype.itemsize for x in parameters
@@ -243,8 +248,8 @@ def of_step(
             devices=built.count,
             memory=target.memory if target else None,
             limit=limit,
-            peak=peak_of(memory),
-            arguments=total((name, program.shard_bytes(x)) for name, x in pairs),
+            peak=peak_of(memory) + sum(unread),
+            arguments=total(zip(names, sizes, strict=True)),
             parameter_count=sum(x.size for x in parameters),
             results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
             donated=memory.alias_size_in_bytes,
@@ -258,6 +263,19 @@ def of_step(
         )
 
     return measure
+
+
+def _of_jax(x: Any) -> Any:
+    """Return the shape of an array, in the dtype that it has for JAX."""
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=getattr(x, "sharding", None))
+
+
+def _not_read(compiled: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """Return the shapes and dtypes of arguments that a program leaves out, unread."""
+    flat = functools.partial(jax.tree.leaves, is_leaf=lambda x: x is None)
+    pairs = zip(flat(compiled.in_avals), flat(compiled.input_shardings), strict=True)
+    return [(x.shape, x.dtype) for x, at in pairs if at is None and x is not None]
 
 
 def peak_of(memory: Any) -> int:

@@ -18,7 +18,7 @@ from jmp_lite._src.autocast import checks
 from jmp_lite._src.gradients import check_arguments, split_aux
 from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from jmp_lite._src.numerics.dry_run import Measured, measure
-from jmp_lite._src.numerics.faults import Fault, find_faults
+from jmp_lite._src.numerics.faults import Fault, find_faults, in_half
 from jmp_lite._src.numerics.report import DryRunReport, OpStats
 from jmp_lite._src.numerics.stats import EXPONENTS
 from jmp_lite._src.policy import (
@@ -312,16 +312,14 @@ class _Search:
     def _gradients(self, report: DryRunReport, scale: float) -> list[OpStats]:
         """Return the rows of the backward pass that are in half, and are scaled.
 
-        The gradient of `autocast(f)` has the results of all its products in half,
-        unlike `autocast` of the gradient, which keeps some in float32. A factor of a
-        derivative, such as `2 * x`, does not grow with the loss scale.
+        A factor of a derivative, such as `2 * x`, does not grow with the loss scale.
         """
         least = scale**0.5 if scale != 1.0 else 0.0
         return [
             row
             for key, row in _keyed(report)
             if row.direction == "backward"
-            and (row.is_half or row.reads_half)
+            and in_half(row)
             and row.max_abs > least * self.unscaled.get(key, 0.0)
         ]
 

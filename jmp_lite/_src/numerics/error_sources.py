@@ -22,9 +22,9 @@ from jmp_lite._src.jaxprs.primitives import CAST, Fact, named
 from jmp_lite._src.numerics.runs import Operation
 from jmp_lite._src.numerics.shadows import Array
 
-# Operations that round nothing if an operand has the dtype of the result, whose numbers
-# are those of the operands, as they are or with another sign.
-_EXACT = frozenset((CAST, *named(Fact.MOVES | Fact.JOINS | Fact.EXACT)))
+EXACT = frozenset((CAST, *named(Fact.MOVES | Fact.JOINS | Fact.EXACT)))
+"""Operations that round nothing if an operand has the dtype of the result: its numbers
+are those of the operands, as they are or with another sign."""
 
 
 class Tag(NamedTuple):
@@ -64,7 +64,7 @@ def _rounds(op: Operation, low: Array) -> bool:
     if not dtypes.is_half(low.dtype):
         return False
     was_half = any(x is not None and x.dtype == low.dtype for x in op.low_ins)
-    return not (op.eqn.primitive.name in _EXACT and was_half)
+    return not (op.eqn.primitive.name in EXACT and was_half)
 
 
 def _find_by_repeating(

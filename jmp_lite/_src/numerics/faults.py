@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import jax.numpy as jnp
 
+from jmp_lite._src.numerics.error_sources import EXACT
 from jmp_lite._src.numerics.lockstep import ROUNDINGS
 from jmp_lite._src.numerics.report import DryRunReport, OpStats
 from jmp_lite._src.reports import percent
@@ -68,7 +69,7 @@ class Fault:
         row, largest = self.row, self.largest
         dtype = dtype or (row.dtype if row.is_fp8 else self.dtype)
         reaches = f"reaches {row.max_abs:.3g}"
-        if row.overflow and row.is_half:
+        if row.overflow and in_half(row):
             share = percent(row.overflow)
             return f"{reaches}, beyond {largest:.3g}, in {share} of its numbers"
         if self.may_overflow:
@@ -79,6 +80,15 @@ class Fault:
         is_large = row.error > 1
         size = f"{row.error:.2g} times its size" if is_large else percent(row.error)
         return f"has an error of {size} in {dtype}"
+
+
+def in_half(row: OpStats) -> bool:
+    """Return whether the gradient of `autocast(f)` has these numbers in half.
+
+    It has the results of all its products so, unlike `autocast` of the gradient, which
+    keeps some in float32.
+    """
+    return row.is_half or (row.reads_half and row.direction == "backward")
 
 
 def find_faults(
@@ -96,7 +106,10 @@ def find_faults(
 
     def is_fault(found: Fault) -> bool:
         row = found.row
-        if row.is_half and (row.overflow or math.isinf(row.added_error)):
+        # It hands on what is infinite: what has made that is the fault.
+        if row.primitive in EXACT and math.isinf(row.error) and not row.added_error:
+            return False
+        if in_half(row) and (row.overflow or math.isinf(row.added_error)):
             return True
         if found.may_overflow:
             return True
@@ -114,9 +127,9 @@ def find_faults(
     def with_layer(fault: Fault) -> Fault:
         row = fault.row
         causes = [row.cause[0]] if row.cause else []
-        own = [row.layer] if row.is_half or not causes else []
+        own = [row.layer] if in_half(row) or not causes else []
         # An overflow is a fault of the operation itself.
-        is_large = row.is_half and row.overflow or fault.may_overflow
+        is_large = in_half(row) and row.overflow or fault.may_overflow
         suspects = own + causes if is_large else causes + own
         layer = next((x for x in suspects if x and x not in in_float32), "")
         return dataclasses.replace(fault, layer=layer)

@@ -218,6 +218,7 @@ class NonFiniteTracker:
         Waits for the device: call it between steps.
 
         Raises:
+          TypeError: it is traced.
           ValueError: these are several trackers, stacked by `scan` or `vmap`.
         """
         if np.ndim(self.origin) != 1:
@@ -226,7 +227,8 @@ class NonFiniteTracker:
                 f"{list(np.shape(self.origin)[:-1])}: take run i of them with "
                 "jax.tree.map(lambda x: x[i], tracker)."
             )
-        when, index, *iterations = np.asarray(self.origin).tolist()
+        origin = arguments.on_host(self.origin, "NonFiniteTracker.report")
+        when, index, *iterations = origin.tolist()
         if when == NEVER:
             return None
         if index == CONSTANT:

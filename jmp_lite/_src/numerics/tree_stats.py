@@ -1,5 +1,6 @@
 """Statistics of a tree, leaf by leaf: parameters, gradients, activations."""
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from jmp_lite._src import dtypes, reports, trees
+from jmp_lite._src import arguments, dtypes, reports, trees
 from jmp_lite._src.numerics.stats import (
     EXPONENTS,
     ValueStats,
@@ -30,7 +31,8 @@ class TreeStats(reports.Report):
 
     Args:
       stats: those of the leaves, stacked: fields f32 `[n]`, a histogram `[n, 96]`.
-      paths: the key path of each leaf, `"decoder/layers/0/kernel"`; static.
+      paths: the key path of each leaf, `"decoder/layers/0/kernel"`; of several that
+        have the same one, as a key has a slash, `"['a/b']"`, `"['a']['b']"`; static.
       dtype: the dtype that the numbers would be in; static.
 
     Examples:
@@ -51,9 +53,10 @@ class TreeStats(reports.Report):
         """Return the statistics of each leaf by its path, as NumPy scalars.
 
         Raises:
+          TypeError: these are traced.
           ValueError: these are of several steps, stacked by `scan` or `vmap`.
         """
-        stats = jax.tree.map(np.asarray, self.stats)
+        stats = arguments.on_host(self.stats, "TreeStats.named")
         if stats.size.ndim != 1:
             raise ValueError(
                 "Expected the statistics of one step, got them stacked to "
@@ -106,7 +109,7 @@ class TreeStats(reports.Report):
         return plot_histograms(drawn, self.dtype)
 
     def _to_fields(self):
-        fields = jax.tree.map(np.asarray, self.stats)._asdict()
+        fields = arguments.on_host(self.stats, "TreeStats.to_json")._asdict()
         stats = {name: x for name, x in fields.items() if x is not None}
         dtype = dtypes.dtype_name(self.dtype)
         return {"dtype": dtype, "paths": self.paths, "stats": stats}
@@ -143,7 +146,7 @@ def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = False) -> TreeS
       (('b', 'w'), [0.0, 1.0])
     """
     leaves = [
-        (trees.key_path(path), leaf)
+        (path, leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)
         if trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
@@ -154,7 +157,11 @@ def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = False) -> TreeS
         empty(histogram=histogram),
         *rows,
     )
-    return TreeStats(stacked, tuple(path for path, _ in leaves), dtype)
+    names = [trees.key_path(path) for path, _ in leaves]
+    times = collections.Counter(names)
+    pairs = zip(names, leaves, strict=True)
+    paths = (x if times[x] == 1 else jax.tree_util.keystr(p) for x, (p, _) in pairs)
+    return TreeStats(stacked, tuple(paths), dtype)
 
 
 # The fields whose share of all numbers is shown, the worst first, and their titles.
