@@ -131,8 +131,6 @@ class PolicyModule(nnx.Module):
             (self.model, args, kwargs), nnx.Param, ...
         )
 
-        changes = {}
-
         def call(params, other_state):
             of_model = params.get(0, nnx.State({}))
             of_model = cast_params(of_model, resolved, "compute_dtype", cast_owners)
@@ -154,8 +152,7 @@ class PolicyModule(nnx.Module):
             for path, param in nnx.to_flat_state(params):
                 if path[0] == 0 and path in changed:
                     changed[path] = trees.cast_like(changed[path], param)
-            changes.update(_changes(copy, before))
-            return out, nnx.from_flat_state(changed)
+            return out, nnx.from_flat_state(changed), _changes(copy, before)
 
         def traced():
             try:
@@ -166,7 +163,7 @@ class PolicyModule(nnx.Module):
         call.__name__ = name = type(self.model).__name__  # for error messages
         products.warn(name, resolved, traced)
         call = sums_in_float32(call, self.policies.reduce_dtype)
-        out, changed = call(params, other_state)
+        out, changed, changes = call(params, other_state)
         for path, (removed, static) in changes.items():
             for attribute in removed:
                 delattr(modules[path], attribute)
