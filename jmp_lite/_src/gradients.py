@@ -202,12 +202,9 @@ def check_arguments(args: tuple[PyTree, ...], argnums: int | Sequence[int]) -> N
                     "lost. Pass value_and_grad=nnx.value_and_grad, or differentiate "
                     "the parameters only, as with jmp_lite.nnx.TrainState."
                 )
-            is_native = arguments.native(leaf) is leaf  # else JAX refuses it
-            if is_native and (
-                isinstance(leaf, jax.Array) or arguments.array(leaf) is not None
-            ):
+            if isinstance(leaf, jax.Array) or arguments.array(leaf) is not None:
                 continue
-            remedy = "" if is_native else " Pass x.astype(x.dtype.newbyteorder('='))."
+            remedy = ""
             if callable(leaf):
                 remedy = (
                     " For a model that holds functions, such as an equinox model, pass "
