@@ -312,9 +312,9 @@ def loss_scale_for(policy: Policy | PolicyMap | str) -> LossScale:
       policy: a policy, its string, or a `PolicyMap`.
 
     Returns:
-      `DynamicLossScale()` if any dtype is float16: gradients of such parameters,
-      activations and outputs are float16, in which those below 3e-8 underflow.
-      Otherwise `NoOpLossScale()`: bfloat16 has the range of float32.
+      `DynamicLossScale()` if any dtype is float16, otherwise `NoOpLossScale()`.
+      Gradients of float16 parameters, activations and outputs are float16, in which
+      those below 3e-8 underflow; bfloat16 has the range of float32.
 
     Examples:
       >>> loss_scale_for("mixed_bfloat16")
