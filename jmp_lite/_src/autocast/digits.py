@@ -281,8 +281,9 @@ def _is_bias(var: Var, other: Var, eqn: Eqn, of: Structure) -> bool:
 
 
 def _factors(maker: Eqn | None) -> set[Var]:
-    is_multiple = maker is not None and _multiplies(maker.primitive.name)
-    return set(variables(maker.invars)) if is_multiple else set()
+    if maker is None or not _multiplies(maker.primitive.name):
+        return set()
+    return set(variables(maker.invars))
 
 
 def _turns(eqn: Eqn) -> bool:
