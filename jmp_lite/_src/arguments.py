@@ -121,28 +121,11 @@ def mapping(value: object, name: str, of: str) -> Mapping[Any, Any]:
     return value
 
 
-def on_host(tree: Any, caller: str) -> Any:
-    """Return a tree with its arrays as NumPy's."""
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
-        raise TypeError(
-            f"{caller} reads values, and got traced ones: call it on what the function "
-            "returns, outside of jax.jit and jax.vmap."
-        )
-    return jax.tree.map(np.asarray, tree)
-
-
 def array(value: Any) -> jax.Array | None:
     """Return a value as JAX' array, None if it is no such."""
     if isinstance(value, str | bytes):  # NumPy would take it for the name of a dtype
         return None
     try:
-        return jnp.asarray(native(value))
+        return jnp.asarray(value)
     except (OverflowError, TypeError, ValueError):
         return None
-
-
-def native(x: T) -> T:
-    """Return an array in the byte order of this machine: JAX refuses another."""
-    if isinstance(x, np.ndarray) and not x.dtype.isnative:
-        return x.astype(x.dtype.newbyteorder("="))
-    return x

@@ -137,7 +137,6 @@ def diagnose(
             *fp8_findings(devices[0], ratios),
             *(f"{r.dtype} does not compile: {r.error}" for r in rates if r.error),
             float32_finding(),
-            *find_flushed(),
             *find_missing({d.platform for d in devices}, _DRIVER),
             *find_miscompiled(),
         ),
@@ -283,20 +282,6 @@ def measure_rates(
         tflops = ratio * 2 * size**3 / statistics.median(of_float32) / 1e12
         rates.append(Rate(name, size, tflops, ratio))
     return (*rates, *[Rate(n, size, error=text) for n, text in errors.items()])
-
-
-def find_flushed() -> list[str]:
-    """Return a sentence if the first device flushes subnormals of a dtype to 0."""
-    # As arguments: XLA folds constants on the host, which may keep subnormals.
-    multiply = jax.jit(jnp.multiply)
-    flushed = []
-    for dtype in (jnp.float32, *dtypes.HALF_DTYPES):
-        normal = float(jnp.finfo(dtype).tiny)
-        pairs = (normal, 0.5), (normal / 2, 2.0)  # a result, and an operand
-        found = [multiply(*(np.asarray(x, dtype) for x in pair)) for pair in pairs]
-        if not all(float(x) for x in found):
-            flushed.append(np.dtype(dtype).name)
-    return [f"Subnormals of {' and '.join(flushed)} are 0 here."] if flushed else []
 
 
 def float32_finding() -> str:

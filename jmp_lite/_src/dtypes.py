@@ -4,9 +4,7 @@ A dtype is stored as its `jax.numpy` scalar type (`jnp.float16`), which is hasha
 picklable, callable, and equal to `np.dtype("float16")`.
 """
 
-import itertools
 import re
-from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +24,9 @@ DTYPE_NAMES: dict[DTypeLike, tuple[str, ...]] = {
 
 HALF_DTYPES = (jnp.float16, jnp.bfloat16)
 
-
-def _in_both_orders(dtypes: Iterable[DTypeLike]) -> frozenset[np.dtype]:
-    """Return the types of an array's `dtype`: NumPy has others for swapped bytes."""
-    both = [(np.dtype(x), np.dtype(x).newbyteorder()) for x in dtypes]
-    return frozenset(itertools.chain(*both))
-
-
-_CASTABLE, _HALF = map(_in_both_orders, (DTYPE_NAMES, HALF_DTYPES))
+# As np.dtype, the type of an array's `dtype`; NumPy has others for swapped bytes.
+_CASTABLE = frozenset(np.dtype(x).newbyteorder(o) for x in DTYPE_NAMES for o in "<>")
+_HALF = frozenset(np.dtype(dtype) for dtype in HALF_DTYPES)
 
 
 def is_castable(dtype: DTypeLike) -> bool:

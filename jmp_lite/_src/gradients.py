@@ -73,10 +73,10 @@ def scaled_value_and_grad(
 
     Raises:
       TypeError: `fun` or `value_and_grad` is not callable. In the call: `fun` returns
-        no pair although `has_aux` is set, a tuple although it is not, an fp8 loss, or
-        a value that cannot be differentiated; with `jax.value_and_grad`, a
-        differentiated argument contains an nnx module (its state updates would be
-        lost) or a function (as equinox models do).
+        no pair although `has_aux` is set, a tuple although it is not, or a value that
+        cannot be differentiated; with `jax.value_and_grad`, a differentiated argument
+        contains an nnx module (its state updates would be lost) or a function (as
+        equinox models do).
       ValueError: `loss_scale` holds no loss scale, or several.
 
     Examples:
@@ -110,7 +110,6 @@ def scaled_value_and_grad(
     @functools.wraps(fun, assigned=("__name__", "__doc__"), updated=())
     def scaled_loss(*args, **kwargs):
         value, aux = split_aux(fun(*args, **kwargs), has_aux)
-        trees.check_scalable(value, "a loss")
         return found.scale(value), (value, aux)
 
     if value_and_grad is jax.value_and_grad:

@@ -133,9 +133,7 @@ def cast_like(tree: T, like: PyTree) -> T:
     """
     _check_same_structure(tree, like, "cast_like")
     return jax.tree.map(
-        lambda x, y: _cast(x, y.dtype.newbyteorder("=")) if is_castable(y) else x,
-        tree,
-        like,
+        lambda x, other: _cast(x, other.dtype) if is_castable(other) else x, tree, like
     )
 
 
@@ -143,7 +141,6 @@ def cast_at_least_float32(tree: T) -> T:
     """Cast the half-precision arrays of a tree to float32; float64 is unchanged."""
 
     def cast(x: Leaf) -> Leaf:
-        x = arguments.native(x)
         is_half = is_array(x) and dtypes.is_half(x.dtype)
         return _cast(x, jnp.float32) if is_half else x
 
@@ -224,19 +221,6 @@ def is_inexact(x: Leaf) -> bool:
     """Return whether a leaf is scaled and checked for finite values."""
     is_complex = is_array(x) and jnp.issubdtype(x.dtype, jnp.complexfloating)
     return isinstance(x, float | complex) or is_castable(x) or is_complex
-
-
-def check_scalable(tree: PyTree, what: str) -> None:
-    """Raise if an array of a tree is fp8, which is neither scaled nor checked."""
-    for path, x in jax.tree.leaves_with_path(tree):
-        is_floating = is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
-        if is_floating and not is_castable(x):
-            where = f" at {key_path(path)!r}" if path else ""
-            raise TypeError(
-                f"Expected {what} of at least 16 bits, got {x.dtype}{where}, which has "
-                "no room for a loss scale. Cast to fp8 inside of the loss function and "
-                "return float32; leave frozen fp8 parameters out."
-            )
 
 
 class NotABooleanScalarError(TypeError, AssertionError):
@@ -330,10 +314,10 @@ def _split_root(tree: PyTree) -> tuple[object, str, dict[object, PyTree]]:
 
 
 def with_value(x: Leaf) -> Leaf:
-    """Return a leaf that has a value, unlike a `ShapeDtypeStruct`, as JAX takes it."""
+    """Return a leaf that has a value, unlike a `ShapeDtypeStruct`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(f"Expected arrays, got {x}: call it inside of jax.eval_shape.")
-    return arguments.native(x)
+    return x
 
 
 def _multiply(x: Leaf, factor: ArrayLike) -> Leaf:

@@ -177,7 +177,34 @@ def test_accumulation_takes_each_new_history_and_averages_none():
         assert moved == (batch is second)
 
 
-# Leaves of this dtype in a gradient tree, with plain scale_aware.
+# Leaves of these dtypes in a gradient tree, with plain scale_aware.
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e4m3fnuz]
+)
+def test_fp8_leaves_are_not_unscaled_and_stay_on_a_skip(dtype):
+    tx: Any = scale_aware(optax.sgd(1.0), DynamicLossScale(4.0))
+    update = jax.jit(tx.update)
+    params = {"w": jnp.ones(2), "fp8": jnp.array([1.0, -0.0, 2.0, 240.0], dtype)}
+    state = tx.init(params)
+    grads = {"w": jnp.full(2, 4.0), "fp8": jnp.array([1.0, 2.0, -4.0, 0.5], dtype)}
+
+    updates, state = update(grads, state, params)
+    assert state.last_finite
+    assert updates["fp8"].dtype == dtype
+    assert np.float32(updates["fp8"]).tolist() == [-1.0, -2.0, 4.0, -0.5]
+    assert updates["w"].tolist() == [-1.0, -1.0]
+
+    # Not asked whether it is finite: narrow types say NaN for what is out of range.
+    nan = {"fp8": jnp.array([jnp.nan, 2.0, 1.0, 1.0], dtype)}
+    _, state = update(grads | nan, state, params)
+    assert state.last_finite
+
+    updates, state = update(grads | nan | {"w": grads["w"] / 0}, state, params)
+    assert not state.last_finite
+    stepped = optax.apply_updates(params, updates)
+    assert bitwise.raw_bits(stepped) == bitwise.raw_bits(params)
 
 
 def test_flax_fp8_metadata_dtypes_pass_through():

@@ -36,13 +36,7 @@ def resolve_folder(
             f"Expected the path of a folder first, got {type(folder).__name__}: write "
             "save(folder, state), restore(folder, like)."
         )
-    try:
-        root = epath.Path(folder).expanduser()
-    except KeyError:  # of epath
-        raise ValueError(
-            f"Expected a path, or a URL of an object store, got {folder!r}: write the "
-            "path without file://."
-        ) from None
+    root = epath.Path(folder).expanduser()
     text = root.as_posix() if os.fspath(folder) else ""  # "" is no name of "."
     refused = "\\*?[" if to_save else "\\"  # Orbax takes *, ? and [ for a pattern
     is_unicode = text.encode(errors="replace").decode() == text

@@ -15,7 +15,6 @@ from etils import epath
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jmp_lite._src import arguments
 from jmp_lite._src.checkpoint.leaves import LeafSpec, describe, flatten
 from jmp_lite._src.reports import summarize
 
@@ -101,7 +100,7 @@ def _as_bytes(x: ArrayLike, path: str) -> np.ndarray:
         raise ValueError(f"{path} is {array}: integers are saved with 64 bits at most.")
     if array.dtype.kind == "V" and array.dtype.itemsize == 1:
         array = array.view(np.uint8)  # Orbax does not support all fp8 and int4 dtypes
-    return arguments.native(array)  # as it is read
+    return array.astype(array.dtype.newbyteorder("="), copy=False)  # as it is read
 
 
 def _load(path: epath.Path) -> Any:

@@ -147,7 +147,7 @@ def _check_finite(tree: PyTree, what: str) -> None:
         for path, leaf in jax.tree.leaves_with_path(tree)
         if trees.is_inexact(leaf)
         and not isinstance(leaf, Tracer | jax.ShapeDtypeStruct)
-        and not bool(trees.all_finite(leaf))
+        and not bool(jnp.isfinite(leaf).all())
     ]
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""

@@ -218,7 +218,6 @@ class NonFiniteTracker:
         Waits for the device: call it between steps.
 
         Raises:
-          TypeError: it is traced.
           ValueError: these are several trackers, stacked by `scan` or `vmap`.
         """
         if np.ndim(self.origin) != 1:
@@ -227,8 +226,7 @@ class NonFiniteTracker:
                 f"{list(np.shape(self.origin)[:-1])}: take run i of them with "
                 "jax.tree.map(lambda x: x[i], tracker)."
             )
-        origin = arguments.on_host(self.origin, "NonFiniteTracker.report")
-        when, index, *iterations = origin.tolist()
+        when, index, *iterations = np.asarray(self.origin).tolist()
         if when == NEVER:
             return None
         if index == CONSTANT:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from jmp_lite._src import arguments, dtypes, reports, trees
+from jmp_lite._src import dtypes, reports, trees
 from jmp_lite._src.numerics.stats import (
     EXPONENTS,
     ValueStats,
@@ -53,10 +53,9 @@ class TreeStats(reports.Report):
         """Return the statistics of each leaf by its path, as NumPy scalars.
 
         Raises:
-          TypeError: these are traced.
           ValueError: these are of several steps, stacked by `scan` or `vmap`.
         """
-        stats = arguments.on_host(self.stats, "TreeStats.named")
+        stats = jax.tree.map(np.asarray, self.stats)
         if stats.size.ndim != 1:
             raise ValueError(
                 "Expected the statistics of one step, got them stacked to "
@@ -109,7 +108,7 @@ class TreeStats(reports.Report):
         return plot_histograms(drawn, self.dtype)
 
     def _to_fields(self):
-        fields = arguments.on_host(self.stats, "TreeStats.to_json")._asdict()
+        fields = jax.tree.map(np.asarray, self.stats)._asdict()
         stats = {name: x for name, x in fields.items() if x is not None}
         dtype = dtypes.dtype_name(self.dtype)
         return {"dtype": dtype, "paths": self.paths, "stats": stats}

@@ -163,15 +163,15 @@ def scale_aware(
     Returns:
       An `optax.GradientTransformationExtraArgs` whose types have `ScaleAwareState`.
       `update(grads, state, params, *, value=None, **extra)` takes scaled gradients of
-      any float dtypes but fp8 and returns float32 updates (float64 stays float64),
-      which `optax.apply_updates` casts to the dtype of the parameters. `value` is the
-      unscaled loss, f32 `[]`, without a gradient penalty, whose overflow would be taken
-      for a bad batch. The dtypes of the state never change.
+      any float dtypes and returns float32 updates (float64 stays float64; fp8, which
+      has a scale of its own, passes as it is), which `optax.apply_updates` casts to the
+      dtype of the parameters. `value` is the unscaled loss, f32 `[]`, without a
+      gradient penalty, whose overflow would be taken for a bad batch. The dtypes of the
+      state never change.
 
     Raises:
       TypeError: `inner` is not an optax transformation; `loss_scale` is not a loss
-        scale. In `update`: a gradient is fp8; the name of an argument is nearly
-        `value`.
+        scale. In `update`: the name of an argument is nearly `value`.
       ValueError: the loss scale is zero, negative or NaN; `inner` is scale-aware, which
         `init` sees at any depth. In `update`: gradients and parameters differ in
         structure (a gradient that is None matches anything; for
@@ -225,7 +225,6 @@ def scale_aware(
         _check_names(extra)
         base.check_state(state, ScaleAwareState, "scale_aware(...)")
         base.check_gradients(updates, params)
-        trees.check_scalable(updates, "gradients")
         warn_if_updates_are_lost(params, state.inner_state)  # a step may cast them
         loss_scale, value_finite = state.loss_scale, jnp.array(True)
         if isinstance(loss_scale, OtherResultsFinite):
