@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import jaxlib.version
-import numpy as np
 import pytest
 from dtype_cases import FakeDevice
 

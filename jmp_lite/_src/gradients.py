@@ -216,22 +216,19 @@ def check_arguments(args: tuple[PyTree, ...], argnums: int | Sequence[int]) -> N
 
 
 def split_aux(output: PyTree, has_aux: bool) -> tuple[PyTree, PyTree]:
-    is_several = isinstance(output, tuple | list)
-    if not has_aux and not is_several:
+    if not has_aux:
+        if isinstance(output, tuple | list):
+            raise TypeError(
+                "Expected a loss function that returns a scalar, got a "
+                f"{type(output).__name__} of {len(output)}. If it returns (loss, aux), "
+                "pass has_aux=True."
+            )
         return output, None
-    if has_aux and isinstance(output, tuple) and len(output) == 2:
+    if isinstance(output, tuple) and len(output) == 2:
         return output
-    got = f"a {type(output).__name__}"
-    if is_several:
-        got = f"{got} of {len(output)}"
-    elif isinstance(output, jax.Array):
-        got = f"an array of shape {output.shape}"
-    if has_aux:
-        raise TypeError(
-            "Expected a function with has_aux=True to return a pair (loss, aux), got "
-            f"{got}."
-        )
+    is_array = isinstance(output, jax.Array)
+    got = f"an array of shape {output.shape}" if is_array else arguments.shown(output)
     raise TypeError(
-        f"Expected a loss function that returns a scalar, got {got}. If it returns "
-        "(loss, aux), pass has_aux=True."
+        "Expected a function with has_aux=True to return a pair (loss, aux), got "
+        f"{got}."
     )

@@ -322,11 +322,10 @@ def loss_scale_for(policy: Policy | PolicyMap | str) -> LossScale:
     """
     policy = policy if isinstance(policy, PolicyMap) else get_policy(policy)
     used = [
-        dtype
-        for p in policies_of(policy)
-        for dtype in (p.param_dtype, p.compute_dtype, p.output_dtype)
+        (p.param_dtype, p.compute_dtype, p.output_dtype) for p in policies_of(policy)
     ]
-    return DynamicLossScale() if jnp.float16 in used else NoOpLossScale()
+    in_float16 = any(jnp.float16 in dtypes for dtypes in used)
+    return DynamicLossScale() if in_float16 else NoOpLossScale()
 
 
 def get_loss_scale(tree: PyTree) -> LossScale:

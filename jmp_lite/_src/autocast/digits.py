@@ -5,8 +5,8 @@ number has its relative error, with a few exceptions: a difference of two number
 all rounding error, and so may what is decided by order. These readers ask for all
 digits, and so does, backward, the arithmetic that passes digits on:
 
-  NEAR   the distance from a number is used: `1 - p`, `log(p)`, a divisor, a factor that
-         is multiplied many times. Asked through sums, products, powers and roots.
+  NEAR   the distance from a number is used: `1 - p`, `log(p)`, a factor that is
+         multiplied many times. Asked through sums, products, powers and roots.
   TERMS  a difference of two arrays is taken, or a sum with a negative multiple. Asked
          through sums, multiples, and functions of one array.
   ALL    order, linear algebra, an angle, an integer. Asked through any arithmetic.
@@ -128,7 +128,7 @@ def structure(
         made_of = core.bit_or(found.products.get(v, 0) for v in variables(eqn.invars))
         if any(has(e.primitive.name, Fact.PRODUCT) for e in inner_eqns(eqn)):
             made_of = 1 << next(count)
-        if _is_multiple(eqn, found.negative):
+        if _makes_negative(eqn, found.negative):
             found.negative.update(eqn.outvars)
         if made_of:
             found.products.update(dict.fromkeys(eqn.outvars, made_of))
@@ -165,7 +165,7 @@ def _note(eqn: Eqn, found: Structure) -> None:
         found.carried.update(eqn.outvars)
 
 
-def _is_multiple(eqn: Eqn, negative: Set[Var]) -> bool:
+def _makes_negative(eqn: Eqn, negative: Set[Var]) -> bool:
     """Return whether a result is a multiple with a negative number, or adds such."""
     name, known = eqn.primitive.name, facts(eqn.primitive.name)
     signs = [_is_negative(v, negative) for v in eqn.invars]
@@ -205,7 +205,9 @@ def asked(eqn: Eqn, use: int, of: Structure, is_forward: bool) -> list[int]:
         # The backward pass chooses as the forward pass does.
         mask = _of_mask(eqn, of) if is_forward else 0
         return [mask, *[passed] * (len(eqn.invars) - 1)]
-    if known & (Fact.FRACTION | Fact.PERIODIC) or _turns(eqn):
+    # Of a complex exponential, the imaginary part is an angle.
+    is_angle = known & Fact.EXPONENTIAL and products.is_complex(eqn)
+    if known & (Fact.FRACTION | Fact.PERIODIC) or is_angle:
         return [ALL] * len(eqn.invars)
     own = [0] * len(eqn.invars)
     if is_forward:
@@ -236,8 +238,6 @@ def _of_own(eqn: Eqn, use: int, of: Structure) -> list[int]:
         return _of_terms(eqn, use, of)
     if not _multiplies(name):
         return [0] * len(operands)
-    if min(degrees(name, eqn.params)) < 0:  # a divisor near 0
-        return [0, NEAR]
     if _has_literal(eqn):
         return [0, 0]
     carried = [v in of.carried for v in operands]
@@ -284,12 +284,6 @@ def _factors(maker: Eqn | None) -> set[Var]:
     if maker is None or not _multiplies(maker.primitive.name):
         return set()
     return set(variables(maker.invars))
-
-
-def _turns(eqn: Eqn) -> bool:
-    """Return whether the imaginary part of the operand is an angle."""
-    is_exponential = facts(eqn.primitive.name) & Fact.EXPONENTIAL
-    return bool(is_exponential) and products.is_complex(eqn)
 
 
 def _of_comparison(eqn: Eqn, use: int, of: Structure) -> list[int]:

@@ -29,6 +29,7 @@ from jmp_lite._src.autocast.storage import (
     Held,
     Place,
     Region,
+    may_be_far,
 )
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
@@ -39,8 +40,6 @@ from jmp_lite._src.jaxprs.primitives import CALLS, CAST, CLASSES, LOOPS, Fact, f
 _FEW = 64
 # How a lookup reads what rounded rows are taken of: a table, or a float32 result.
 _OF_TABLE = Use.HALF | Use.SUMMED
-# From this number on, those of bfloat16 are 0.5 or more apart.
-_FAR = 64
 
 
 class Op(NamedTuple):
@@ -298,7 +297,7 @@ class Arithmetic(Rule):
             return False
         pairs = zip(op.eqn.invars, ins, strict=True)
         return any(
-            x == INPUT and (_may_be_far(v) or body.structure.is_full(v, op.eqn))
+            x == INPUT and (may_be_far(v) or body.structure.is_full(v, op.eqn))
             for v, x in pairs
         )
 
@@ -379,13 +378,6 @@ class Move(Rule):
         if known & Fact.IN_ORDER and ins[0] == INPUT:
             return False
         return bool(known & Fact.PERMUTES) and _casts_before(use, ins[0])
-
-
-def _may_be_far(var: Var) -> bool:
-    """Return whether a variable is one number, and not known to be near zero."""
-    if compat.is_literal(var):
-        return abs(float(var.val)) >= _FAR
-    return core.size(var) == 1
 
 
 def _casts_before(use: int, held: Held) -> bool:

@@ -13,10 +13,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from jmp_lite._src import reports
+from jmp_lite._src import compat, reports
 from jmp_lite._src.autocast import half_calls
 from jmp_lite._src.autocast.sums import Reads, find_reads
-from jmp_lite._src.jaxprs import control_flow, name_scopes, sources
+from jmp_lite._src.jaxprs import control_flow, core, name_scopes, sources
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import CHECKPOINTS, LOOPS
@@ -40,6 +40,9 @@ class Held(enum.IntEnum):
 
 
 HALF, INPUT, FLOAT32, OTHER = Held
+
+# From this number on, those of bfloat16 are 0.5 or more apart.
+_FAR = 64
 
 
 def of_constant(x: Any, compute_dtype: DTypeLike) -> Held:
@@ -69,6 +72,13 @@ def _of_scalar(x: float, compute_dtype: DTypeLike) -> Held:
         return FLOAT32
     becomes_one = abs(x) != 1 and abs(float(np.asarray(x, compute_dtype))) == 1
     return FLOAT32 if becomes_one else INPUT
+
+
+def may_be_far(var: Var) -> bool:
+    """Return whether a variable is one number, and not known to be near zero."""
+    if compat.is_literal(var):
+        return abs(float(var.val)) >= _FAR
+    return core.size(var) == 1
 
 
 @dataclasses.dataclass(frozen=True)
