@@ -6,25 +6,7 @@ held, in half or in float32? Then `segments` finds arithmetic that runs together
 jaxprs of jit, scan, ... are analysed in the same way, once for each way in which they
 are called.
 
-An example, under a half policy::
-
-    def f(w, b, x):
-        h = jnp.tanh(x @ w + b)
-        return jnp.exp(h).sum(), h @ w
-
-    a = dot_general x w     HALF       a matrix product that arithmetic reads
-    c = broadcast b         INPUT      a bias
-    d = add a c             HALF       float32 arithmetic of what is stored in half
-    h = tanh d              HALF
-    e = exp h               FLOAT32    class "float32": unsafe in half
-    s = reduce_sum e        FLOAT32
-    p = dot_general h w     FLOAT32    only returned: the float32 accumulator
-
-From the last to the first: `p` and `s` are only returned. The second product reads `h`
-in half, `exp` in float32, and so on up to `a`, which the sum reads: so `a` is stored in
-half. `c`, `d`, `h`, `e` and `s` are one segment: it reads `a` and `b`, and writes `s`
-and `h`, rounded to half once for the second product. `exp` reads `h` before it is
-rounded. The backward pass computes the segment again from `a` and `b`.
+CONTRIBUTING.md follows an example through all files.
 """
 
 import dataclasses
