@@ -5,8 +5,8 @@ number has its relative error, with a few exceptions: a difference of two number
 all rounding error, and so may what is decided by order. These readers ask for all
 digits, and so does, backward, the arithmetic that passes digits on:
 
-  NEAR   the distance from a number is used: `1 - p`, `log(p)`, a factor that is
-         multiplied many times. Asked through sums, products, powers and roots.
+  NEAR   the distance from a number is used: `1 - p`, `log(p)`, a divisor, a factor that
+         is multiplied many times. Asked through sums, products, powers and roots.
   TERMS  a difference of two arrays is taken, or a sum with a negative multiple. Asked
          through sums, multiples, and functions of one array.
   ALL    order, linear algebra, an angle, an integer. Asked through any arithmetic.
@@ -238,6 +238,8 @@ def _of_own(eqn: Eqn, use: int, of: Structure) -> list[int]:
         return _of_terms(eqn, use, of)
     if not _multiplies(name):
         return [0] * len(operands)
+    if min(degrees(name, eqn.params)) < 0:  # a divisor near 0
+        return [0, NEAR]
     if _has_literal(eqn):
         return [0, 0]
     carried = [v in of.carried for v in operands]
