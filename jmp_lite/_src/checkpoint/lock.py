@@ -29,22 +29,19 @@ if sys.platform != "win32":
 
 def on_first_process(act: Callable[[], None]) -> None:
     """Call a function in the first process while the others wait."""
-    if jax.process_count() == 1:
-        act()
-        return
     ocp.multihost.sync_global_processes("jmp_lite_checkpoint")
-    error, text = None, ""
-    if jax.process_index() == 0:
-        try:
+    error = ""
+    try:
+        if jax.process_index() == 0:
             act()
-        except Exception as raised:
-            error, text = raised, f"{type(raised).__name__}: {raised}"
-    data = np.frombuffer(text.encode(errors="replace")[:2000].ljust(2000), np.uint8)
-    data = np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes()
-    if error is not None:
-        raise error
-    if text := data.decode(errors="replace").strip():
-        raise RuntimeError(f"The first process could not save: {text}")
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+        raise
+    finally:
+        sent = error.encode(errors="replace")[:2000].ljust(2000)
+        told = multihost_utils.broadcast_one_to_all(np.frombuffer(sent, np.uint8))
+    if error := np.asarray(told).tobytes().decode(errors="replace").strip():
+        raise RuntimeError(f"The first process could not save: {error}")
 
 
 @contextlib.contextmanager
