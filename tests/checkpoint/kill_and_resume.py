@@ -99,13 +99,15 @@ def in_a_process(folder: Path, rng: random.Random | None) -> int:
 def main(folder: Path, kills: int) -> dict[str, int]:
     """Kill so many saves; return what was counted."""
     counts = {"processes": 0, "runs": 0, "kills": 0, "differences": 0}
+    run = folder / "run_0"
     while counts["kills"] < kills:
         counts["processes"] += 1
-        run, rng = folder / f"run_{counts['runs']}", random.Random(counts["processes"])
-        code = in_a_process(run, rng)
+        code = in_a_process(run, random.Random(counts["processes"]))
         counts["kills"] += code == -signal.SIGKILL
         counts["differences"] += code == 1
-        counts["runs"] += code != -signal.SIGKILL  # it came to the end: another folder
+        if code != -signal.SIGKILL:  # it came to the end
+            counts["runs"] += 1
+            run = folder / f"run_{counts['runs']}"
     counts["differences"] += in_a_process(run, None) == 1
     return counts
 

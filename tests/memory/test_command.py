@@ -116,7 +116,6 @@ def test_what_a_program_raises_keeps_its_type_file_and_line(name, error, message
         (["my_model:make_nothing"], "returns a step and a tuple of its arguments, got"),
         (["my_model:make_flat"], "got function, dict, ArrayImpl: write return step, ("),
         (["my_model:make_wrong"], "missing a required argument: 'x'"),
-        (["my_model:make_step", "--fits", "24"], "a limit with its unit"),
         (["my_model:make_step", "--donate", "7"], "has 7, and step is given 2 arg"),
     ],
 )

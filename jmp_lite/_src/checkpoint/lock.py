@@ -48,20 +48,21 @@ def on_first_process(act: Callable[[], None]) -> None:
 def writer_lock(root: epath.Path) -> Iterator[None]:
     """Create a folder and hold its lock."""
     root.mkdir(parents=True, exist_ok=True)
-    path, descriptor = os.path.join(root, ".writer"), None
-    if sys.platform != "win32" and is_local(root):
-        descriptor = _lock(path)
+    if sys.platform == "win32" or not is_local(root):
+        yield
+        return
+    path = os.path.join(root, ".writer")
+    descriptor = _lock(path)
     try:
         yield
     finally:
-        if descriptor is not None:
-            if _is_at(path, descriptor):  # a user may have removed it
-                os.unlink(path)  # before the lock is released
-            os.close(descriptor)
+        if _is_at(path, descriptor):  # a user may have removed it
+            os.unlink(path)  # before the lock is released
+        os.close(descriptor)
 
 
-def _lock(path: str) -> int | None:
-    """Lock a file and return its descriptor, or None if locks are not supported."""
+def _lock(path: str) -> int:
+    """Lock a file, if the file system can, and return its descriptor."""
     while True:
         _check_ours(path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -76,13 +77,12 @@ def _lock(path: str) -> int | None:
                 "for it, or use a separate folder for each run."
             ) from None
         except OSError as error:
-            os.close(descriptor)
             warnings.warn(
                 f"Cannot lock {path} ({error}): two programs that save there at the "
                 "same time would remove each other's steps.",
                 stacklevel=2,
             )
-            return None
+            return descriptor
         # The previous owner may have removed the file after it was opened here.
         if _is_at(path, descriptor):
             break
