@@ -34,7 +34,7 @@ def on_first_process(act: Callable[[], None]) -> None:
     try:
         if jax.process_index() == 0:
             act()
-    except Exception as raised:
+    except BaseException as raised:
         error = f"{type(raised).__name__}: {raised}"
         raise
     finally:
