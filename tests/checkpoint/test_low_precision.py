@@ -14,6 +14,7 @@ import pytest
 from checkpoints import over_devices, refusal, save_and_restore
 
 from jmp_lite import checkpoint, low_precision_state, scale_aware
+from jmp_lite._src.optimizers.low_precision_state import compress
 from jmp_lite.states import LowPrecisionArray
 
 # Optax promotes by itself: int32 counts to the power of a float.
@@ -66,6 +67,27 @@ def test_a_state_of_one_dtype_becomes_one_of_another(dtype, to, tmp_path: Path) 
 
     text = refusal(checkpoint.restore, tmp_path, like)
     assert "differ in structure" in text and "inner_state/0/mu/w" in text
+
+
+@pytest.mark.filterwarnings("ignore:low_precision_state stores all")
+def test_moments_of_a_pair_that_were_stored_in_8_bits_are_restored(tmp_path):
+    # As earlier versions stored them. Today they are float32.
+    tx: Any = low_precision_state(optax.rmsprop(0.1, centered=True), "8bit")
+    params = {"w": jnp.ones((8, WIDTH))}
+    like: Any = tx.init(params)
+    grads = jax.random.normal(jax.random.key(0), (8, WIDTH))
+    numbers = {"mu": grads, "nu": grads**2}
+    compressed = {k: {"w": compress(x, "8bit")} for k, x in numbers.items()}
+    moments, *others = like.inner_state
+    old = like._replace(inner_state=(moments._replace(**compressed), *others))
+    restored = save_and_restore(tmp_path, old, like, cast=True)
+    assert bitwise.avals(restored.state) == bitwise.avals(like)
+    for name, x in numbers.items():
+        got = getattr(restored.state.inner_state[0], name)["w"]
+        np.testing.assert_allclose(got, x, rtol=0.25)
+    # And a state in memory trains on.
+    updates, after = tx.update(params, old, params)
+    assert bitwise.avals(after) == bitwise.avals(old) and updates["w"].shape
 
 
 @pytest.mark.parametrize("to", [None, "8bit"])
