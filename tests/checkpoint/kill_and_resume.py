@@ -18,7 +18,6 @@ import tempfile
 import threading
 import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -34,37 +33,27 @@ EVENTS = 80
 SECONDS = 0.15
 
 
-class Kill(NamedTuple):
-    """A process kills itself in a save, at an event or after so many seconds."""
+def kill_soon(rng: random.Random) -> None:
+    """Let this process kill itself at an event to come, or after some time."""
 
-    seen: int
-    events: int
-    seconds: float | None
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    def arm(self) -> None:
-        if self.seconds is not None:
-            threading.Timer(self.seconds, _die).start()
-            return
-        left = self.events
+    if rng.random() < 0.5:
+        threading.Timer(rng.uniform(0.0, SECONDS), die).start()
+        return
+    left = rng.randrange(EVENTS)
 
-        def count(event: str, args: object) -> None:
-            nonlocal left
-            del args
-            if event.startswith(("open", "os.", "shutil.")):
-                left -= 1
-                if left == -1:  # once: the kill is an event as well
-                    _die()
+    def count(event: str, args: object) -> None:
+        nonlocal left
+        del args
+        if event.startswith(("open", "os.", "shutil.")):
+            left -= 1
+            if left == -1:  # once: the kill is an event as well
+                print(f"killed at {event}", flush=True)
+                die()
 
-        sys.addaudithook(count)
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def random_kill(rng: random.Random) -> Kill:
-    seconds = rng.uniform(0.0, SECONDS) if rng.random() < 0.5 else None
-    return Kill(rng.randrange(1, SAVES), rng.randrange(EVENTS), seconds)
+    sys.addaudithook(count)
 
 
 def state_of(seen: int) -> dict[str, np.ndarray | int]:
@@ -73,8 +62,8 @@ def state_of(seen: int) -> dict[str, np.ndarray | int]:
     return {**arrays, "seen": seen}
 
 
-def save_all(folder: Path, kill: Kill | None) -> int:
-    """Resume if there is something, and save to the end; return what was resumed."""
+def save_all(folder: Path, rng: random.Random | None) -> None:
+    """Resume if there is something, and save to the end, or to a kill."""
     returned = folder / "returned"  # the last state that a save has returned for
     least = int(returned.read_text()) if returned.exists() else -1
     resumed = -1
@@ -83,22 +72,23 @@ def save_all(folder: Path, kill: Kill | None) -> int:
         resumed = state["seen"]
         assert bitwise.raw_bits(state) == bitwise.raw_bits(state_of(resumed))
     assert resumed in (least, least + 1), (resumed, least)
+    print(f"{folder.name} resumed after {resumed}", flush=True)
+    killed = rng.randrange(1, 5) if rng else None  # the save in which it is
     for seen in range(resumed + 1, SAVES):
-        if kill is not None and kill.seen == seen:
-            kill.arm()
+        if rng and seen - resumed == killed:
+            kill_soon(rng)
         checkpoint.save(folder / "run", state_of(seen), step=seen // 3, keep=2)
         (folder / "new").write_text(str(seen))
         (folder / "new").rename(returned)
-    return resumed
 
 
-def in_a_process(folder: Path, kill: Kill | None) -> int:
+def in_a_process(folder: Path, rng: random.Random | None) -> int:
     """Save in a process of its own; return how it ended."""
+    folder.mkdir(exist_ok=True)
     pid = os.fork()
     if pid == 0:
         try:
-            resumed = save_all(folder, kill)
-            print(f"{folder.name} resumed after {resumed}", flush=True)
+            save_all(folder, rng)
             os._exit(0)
         except BaseException as error:
             print(f"{folder}: {error!r}", file=sys.stderr, flush=True)
@@ -108,20 +98,17 @@ def in_a_process(folder: Path, kill: Kill | None) -> int:
 
 def main(folder: Path, kills: int) -> dict[str, int]:
     """Kill so many saves; return what was counted."""
-    rng = random.Random(0)
-    counts = {"kills": 0, "runs": 0, "differences": 0}
+    counts = {"processes": 0, "runs": 0, "kills": 0, "differences": 0}
+    run = folder / "run_0"
     while counts["kills"] < kills:
-        counts["runs"] += 1
-        run = folder / f"run_{counts['runs']}"
-        run.mkdir()
-        planned = [random_kill(rng) for _ in range(min(3, kills - counts["kills"]))]
-        for kill in [*sorted(planned, key=lambda kill: kill.seen), None]:
-            code = in_a_process(run, kill)
-            counts["differences"] += code == 1
-            if code != -signal.SIGKILL:
-                break  # to the end; it was resumed later than this point
-            counts["kills"] += 1
-            print(f"run {counts['runs']}: {kill}", flush=True)
+        counts["processes"] += 1
+        code = in_a_process(run, random.Random(counts["processes"]))
+        counts["kills"] += code == -signal.SIGKILL
+        counts["differences"] += code == 1
+        if code != -signal.SIGKILL:  # it came to the end
+            counts["runs"] += 1
+            run = folder / f"run_{counts['runs']}"
+    counts["differences"] += in_a_process(run, None) == 1
     return counts
 
 

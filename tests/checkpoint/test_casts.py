@@ -8,14 +8,11 @@ import bitwise
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from checkpoints import over_devices, refusal, save_and_restore
-from optimizers import half_on_purpose
 
 import jmp_lite as jmp
 from jmp_lite import checkpoint
-from jmp_lite.linen import TrainState
 
 FLOATS = [*map(np.dtype, ("bfloat16", "float16", "float32"))]
 
@@ -53,24 +50,6 @@ def test_a_policy_map_chooses_by_path(tmp_path: Path) -> None:
     )
     as_saved = checkpoint.restore(tmp_path, state, cast=True)
     assert str(as_saved.casts) == "no leaf was cast"
-
-
-@half_on_purpose
-@pytest.mark.standard_promotion
-def test_half_params_of_a_train_state_keep_their_optimiser(tmp_path: Path) -> None:
-    tx = jmp.scale_aware(optax.sgd(0.1, momentum=0.9), jmp.DynamicLossScale(8.0))
-
-    def create(dtype):
-        params = {"w": jnp.ones(3, dtype)}
-        return TrainState.create(apply_fn=None, params=params, tx=tx)
-
-    state = create(jnp.float32).apply_gradients(grads={"w": jnp.ones(3)})
-    restored = save_and_restore(tmp_path, state, create(jnp.bfloat16), cast=True)
-    assert list(restored.casts) == ["params/w"]
-    found, expected = restored.state.opt_state, state.opt_state
-    assert bitwise.raw_bits(found) == bitwise.raw_bits(expected)
-    stepped = restored.state.apply_gradients(grads={"w": jnp.ones(3, jnp.bfloat16)})
-    assert (int(stepped.step), stepped.params["w"].dtype) == (2, jnp.bfloat16)
 
 
 def test_other_dtypes_are_an_error_that_says_how_to_cast(tmp_path: Path) -> None:
@@ -144,24 +123,3 @@ def test_a_cast_keeps_the_sharding_and_counts_what_becomes_zero(tmp_path: Path) 
         "v  float32 -> float16, 2 became 0\nw  float32 -> float16"
     )
     assert restored.state["w"].sharding == over_devices("data")
-
-
-@pytest.mark.standard_promotion
-def test_remainders_of_masters_come_back_and_are_not_cast(tmp_path: Path) -> None:
-    params = {"w": jnp.ones(3, jnp.bfloat16)}
-    states = {}
-    for storage in ("float32", "remainder"):
-        tx: Any = jmp.master_weights(optax.adam(1e-3), storage=storage)
-        updates, state = tx.update(params, tx.init(params), params)
-        states[storage] = {"params": optax.apply_updates(params, updates), "opt": state}
-        state = states[storage]
-        restored = save_and_restore(tmp_path / storage, state, state).state
-        assert bitwise.raw_bits(restored) == bitwise.raw_bits(state)
-    kept = {
-        "float32": "masters/w (float32[3])",
-        "remainder": "remainders/w (uint16[3])",
-    }
-    for saved, like in (("float32", "remainder"), ("remainder", "float32")):
-        text = refusal(checkpoint.restore, tmp_path / saved, states[like], cast=True)
-        only = f"has opt/{kept[saved]}, only `like` has opt/{kept[like]}."
-        assert f"differ in structure: only the checkpoint {only}" in text

@@ -10,12 +10,10 @@ import bitwise
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import pytest
 from checkpoints import refusal
 
-import jmp_lite as jmp
 from jmp_lite import checkpoint
 
 # Folders and steps.
@@ -89,25 +87,6 @@ def test_only_the_side_that_has_more_is_told(tmp_path: Path) -> None:
     assert "differ in structure: only the checkpoint has w (float32[2]). Rest" in text
     text = refusal(checkpoint.restore, tmp_path, jnp.ones(2))
     assert "has w (float32[2]), only `like` has (float32[2]). Restore" in text
-
-
-def test_a_loss_scale_of_other_state_is_named(tmp_path: Path) -> None:
-    params = {"w": jnp.ones(2)}
-    states = {
-        name: {"opt": jmp.scale_aware(optax.sgd(0.1), loss_scale).init(params)}
-        for name, loss_scale in {
-            "NoOpLossScale": jmp.NoOpLossScale(),  # as StaticLossScale, without state
-            "DynamicLossScale": jmp.DynamicLossScale(8.0),
-            "DynamicLossScale with hysteresis > 1": jmp.DynamicLossScale(hysteresis=3),
-        }.items()
-    }
-    for step, saved in enumerate(states):
-        checkpoint.save(tmp_path, states[saved], step=step)
-        for wanted in states.keys() - {saved}:
-            text = refusal(checkpoint.restore, tmp_path, states[wanted], cast=True)
-            assert text.startswith(f"Step {step} in {tmp_path} and `like` differ in")
-            assert "opt/loss_scale/" in text
-            assert text.endswith("Restore into what was saved, then change it.")
 
 
 # Damage.

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 import pytest
 from checkpoints import contents, names, refusal
 
@@ -74,17 +73,6 @@ def test_what_would_be_replaced_is_refused(name: str, tmp_path: Path) -> None:
         (tmp_path / name).rename(tmp_path / f"away, {kind}")
 
 
-def test_folders_of_seeds_are_not_checkpoints(tmp_path: Path) -> None:
-    for seed in range(3):
-        checkpoint.save(tmp_path / str(seed), {"x": seed}, step=50)
-    checkpoint.save(tmp_path, {"x": 9}, step=100, keep=1)
-    assert names(tmp_path) == ["0", "1", "100", "2"]
-    for seed in range(3):
-        assert checkpoint.restore(tmp_path / str(seed), LIKE).state == {"x": seed}
-    text = refusal(checkpoint.save, tmp_path / "100" / "..", {"x": 0}, step=2)
-    assert "Step 2 is older than step 100" in text
-
-
 def test_other_ways_to_write_a_number_are_names(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"x": 1}, step=1)
     for name in ("07", "٣", "²", "1e3", "+8", "-9", "0x10", "5.0", "1 ", "best"):
@@ -93,19 +81,6 @@ def test_other_ways_to_write_a_number_are_names(tmp_path: Path) -> None:
     assert checkpoint.latest_step(tmp_path) == 1
     checkpoint.save(tmp_path, {"x": 2}, step=2, keep=1)
     assert names(tmp_path) == sorted({*before, "2"} - {"1"})
-
-
-def test_steps_of_orbax_and_its_interrupted_saves_stay(tmp_path: Path) -> None:
-    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
-    with ocp.CheckpointManager(tmp_path, options=options) as manager:
-        manager.save(3, args=ocp.args.StandardSave({"x": jnp.ones(2)}))
-    shutil.copytree(tmp_path / "3", tmp_path / "4.orbax-checkpoint-tmp")
-    before = contents(tmp_path)
-    assert checkpoint.latest_step(tmp_path) is None
-    assert "3 holds no record" in refusal(checkpoint.save, tmp_path, {"x": 1}, step=3)
-    checkpoint.save(tmp_path, {"x": 1}, step=4, keep=1)
-    assert {k: v for k, v in contents(tmp_path).items() if k in before} == before
-    assert checkpoint.restore(tmp_path, LIKE).step == 4
 
 
 def test_what_a_killed_save_has_left_is_removed(tmp_path: Path) -> None:

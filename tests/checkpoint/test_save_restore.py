@@ -4,7 +4,6 @@ import datetime
 import json
 import os
 import socket
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +11,6 @@ from typing import Any, NamedTuple
 import bitwise
 import equinox as eqx
 import flax.serialization
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,36 +121,6 @@ def test_numbers_and_what_is_no_array_come_back(tmp_path: Path) -> None:
     assert bitwise.raw_bits(restored_numbers) == bitwise.raw_bits(numbers)
     assert all(x.weak_type for x in state["weakly typed"])
     assert_same(restored, state)
-
-
-leaves = st.builds(
-    lambda dtype, shape, seed, kind: kind(random_bits(dtype, tuple(shape), seed)),
-    st.sampled_from(DTYPES),
-    st.lists(st.integers(0, 3), max_size=3),
-    st.integers(0, 2**16),
-    st.sampled_from([np.asarray, jnp.asarray]),
-) | st.sampled_from([None, 1, 2.5, False])
-states = st.recursive(
-    leaves,
-    lambda inner: (
-        st.dictionaries(st.text("ab./0", max_size=3), inner, max_size=3)
-        | st.lists(inner, max_size=3)
-        | st.builds(State, inner, inner, inner, inner)
-    ),
-    max_leaves=6,
-)
-
-
-@hypothesis.settings(max_examples=15)
-@hypothesis.given(states)
-def test_any_pytree_comes_back(state) -> None:
-    paths = [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, _ in jax.tree_util.tree_leaves_with_path(state)
-    ]
-    hypothesis.assume(len(set(paths)) == len(paths))
-    with tempfile.TemporaryDirectory() as folder:
-        assert_same(round_trip(Path(folder), state), state)
 
 
 # Where leaves go.

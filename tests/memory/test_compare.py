@@ -122,5 +122,3 @@ def test_progress_and_mistakes():
     for entry in (loss_fn, (loss_fn,), (loss_fn, PARAMS), (3, ())):
         with pytest.raises(TypeError, match=expected):
             memory.compare({"a": entry})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="a limit with its unit"):
-        memory.compare(steps, fits="24")

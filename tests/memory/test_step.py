@@ -284,7 +284,6 @@ TWO_MESHES = {"w": sharded(SMALL[0]["w"])}, sharded(SMALL[1], mesh=OTHER_MESH)
 @pytest.mark.parametrize(
     ("options", "args", "error", "message"),
     [
-        ({"fits": 24}, (), ValueError, "a limit with its unit"),
         ({"classes": {"params": "weights"}}, (), ValueError, "one of .'parameters'"),
         ({"classes": {"p": "batch"}}, SMALL, ValueError, "classes has 'p'"),
         ({}, SMALL[:1], TypeError, "small: missing a required argument: 'x'"),

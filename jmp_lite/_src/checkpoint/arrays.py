@@ -18,7 +18,6 @@ import tensorstore as ts
 from etils import epath
 
 from jmp_lite._src.checkpoint.leaves import LeafSpec, sharding_of, stored_as
-from jmp_lite._src.reports import summarize
 
 
 class _NumpyHandler(ocp.type_handlers.NumpyHandler):
@@ -57,13 +56,10 @@ def write(path: epath.Path, arrays: Mapping[str, np.ndarray | jax.Array]) -> Non
     try:
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(path, args=ocp.args.PyTreeSave(named))
-    except Exception:
-        if not numpy_handler.errors:
-            raise
     finally:
         log.removeFilter(_is_not_of_a_thread)
-    if numpy_handler.errors:
-        raise numpy_handler.errors[0]
+        if numpy_handler.errors:  # the first is the cause of the others
+            raise numpy_handler.errors[0]
 
 
 def _is_not_of_a_thread(record: logging.LogRecord) -> bool:
@@ -80,16 +76,6 @@ class Store:
         pool = "cache_pool#ocdbt"  # holds the names, for all arrays
         self._kvstore = {"driver": "ocdbt", "base": base, "cache_pool": pool}
         self._context = ts.Context({pool: {"total_bytes_limit": 100_000_000}})
-
-    def check_names(self, leaves: Mapping[str, LeafSpec]) -> None:
-        """Raise if the array of a leaf cannot be found."""
-        stored = [path for path, leaf in leaves.items() if leaf.is_stored]
-        if stored:
-            store = ts.KvStore.open(self._kvstore, context=self._context).result()
-            names = set(store.list().result())
-            lost = [x for x in stored if f"{_name(x)}/.zarray".encode() not in names]
-            if lost:
-                raise ValueError(f"{summarize(lost)} cannot be read back")
 
     def read(
         self, path: str, leaf: LeafSpec, target: object

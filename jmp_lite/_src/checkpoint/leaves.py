@@ -107,8 +107,7 @@ def check_compatible(
     differ = []
     for side, ours, others in sides:
         # A tree that is one leaf has the path "".
-        told = [f"{x} ({ours[x]})".lstrip() for x in ours if x not in others]
-        if told:
+        if told := [f"{x} ({ours[x]})".lstrip() for x in ours if x not in others]:
             differ.append(f"only {side} has {summarize(told)}")
     if differ:
         raise ValueError(
@@ -117,8 +116,7 @@ def check_compatible(
         )
     unlike = [path for path in wanted if not _matches(saved[path], wanted[path])]
     fixed = [path for path in unlike if not _is_castable(saved[path], wanted[path])]
-    told = fixed or ([] if cast else unlike)
-    if told:
+    if told := fixed or ([] if cast else unlike):
         pairs = [f"{path} ({saved[path]}, `like` has {wanted[path]})" for path in told]
         advice = "cast=True casts them."
         if fixed:
@@ -159,14 +157,17 @@ def stored_as(leaf: LeafSpec, target: Any) -> tuple[tuple[int, ...], tuple[str, 
 
 
 def decode(array: Any, leaf: LeafSpec, target: Any) -> Any:
-    """Return the value of a saved leaf; any exception means that it is damaged."""
+    """Return the value of a saved leaf, that of `target` if it was not saved.
+
+    Any exception means that the leaf is damaged.
+    """
     if leaf.kind == "key":
         key = jax.random.wrap_key_data(array, impl=leaf.impl)
         if key.dtype != target.dtype:
             raise ValueError(f"{leaf.impl} is not the implementation of {leaf.dtype}")
         return key
     if leaf.kind != "text":
-        return array
+        return target if leaf.kind == "object" else array
     if not isinstance(leaf.text, str):
         raise ValueError(f"expected a text, got {leaf.text}")
     is_bytes = leaf.dtype == "bytes"
@@ -178,15 +179,17 @@ def to_target(
 ) -> tuple[Any, Cast | None]:
     """Convert a saved value to its counterpart in `like`; return it and its cast."""
     if saved.kind in ("object", "text"):
-        return (target if saved.kind == "object" else value), None
+        return value, None
     if saved.kind == "number" and not trees.is_array(target):
         return value.item(), None
     wanted, cast = describe(target), None
     if wanted.kind == "array" and value.dtype.name != wanted.dtype:
         value, cast = cast_array(value, np.dtype(wanted.dtype), where)
         cast = cast if saved.kind == "array" else None
-    if isinstance(target, np.ndarray | np.generic):
-        return (value if isinstance(target, np.ndarray) else value[()]), cast
+    if isinstance(target, np.ndarray):
+        return value, cast
+    if isinstance(target, np.generic):
+        return value[()], cast
     if value.dtype != jax.dtypes.canonicalize_dtype(
         value.dtype, allow_extended_dtype=True
     ):

@@ -29,42 +29,40 @@ if sys.platform != "win32":
 
 def on_first_process(act: Callable[[], None]) -> None:
     """Call a function in the first process while the others wait."""
-    if jax.process_count() == 1:
-        act()
-        return
     ocp.multihost.sync_global_processes("jmp_lite_checkpoint")
-    error, text = None, ""
-    if jax.process_index() == 0:
-        try:
+    error = ""
+    try:
+        if jax.process_index() == 0:
             act()
-        except Exception as raised:
-            error, text = raised, f"{type(raised).__name__}: {raised}"
-    data = np.frombuffer(text.encode(errors="replace")[:2000].ljust(2000), np.uint8)
-    data = np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes()
-    if error is not None:
-        raise error
-    if text := data.decode(errors="replace").strip():
-        raise RuntimeError(f"The first process could not save: {text}")
+    except BaseException as raised:
+        error = f"{type(raised).__name__}: {raised}"
+        raise
+    finally:
+        sent = error.encode(errors="replace")[:2000].ljust(2000)
+        told = multihost_utils.broadcast_one_to_all(np.frombuffer(sent, np.uint8))
+    if error := np.asarray(told).tobytes().decode(errors="replace").strip():
+        raise RuntimeError(f"The first process could not save: {error}")
 
 
 @contextlib.contextmanager
 def writer_lock(root: epath.Path) -> Iterator[None]:
     """Create a folder and hold its lock."""
     root.mkdir(parents=True, exist_ok=True)
-    path, descriptor = os.path.join(root, ".writer"), None
-    if sys.platform != "win32" and is_local(root):
-        descriptor = _lock(path)
+    if sys.platform == "win32" or not is_local(root):
+        yield
+        return
+    path = os.path.join(root, ".writer")
+    descriptor = _lock(path)
     try:
         yield
     finally:
-        if descriptor is not None:
-            if _is_at(path, descriptor):  # a user may have removed it
-                os.unlink(path)  # before the lock is released
-            os.close(descriptor)
+        if _is_at(path, descriptor):  # a user may have removed it
+            os.unlink(path)  # before the lock is released
+        os.close(descriptor)
 
 
-def _lock(path: str) -> int | None:
-    """Lock a file and return its descriptor, or None if locks are not supported."""
+def _lock(path: str) -> int:
+    """Lock a file, if the file system can, and return its descriptor."""
     while True:
         _check_ours(path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -79,13 +77,12 @@ def _lock(path: str) -> int | None:
                 "for it, or use a separate folder for each run."
             ) from None
         except OSError as error:
-            os.close(descriptor)
             warnings.warn(
                 f"Cannot lock {path} ({error}): two programs that save there at the "
                 "same time would remove each other's steps.",
                 stacklevel=2,
             )
-            return None
+            return descriptor
         # The previous owner may have removed the file after it was opened here.
         if _is_at(path, descriptor):
             break

@@ -8,19 +8,13 @@ import numpy as np
 from jmp_lite._src.loss_scale import DynamicLossScale
 
 _JMP = ("loss_scale", "counter", "period", "factor", "min_loss_scale")
-_FLAX = {  # their field -> ours
-    "scale": "loss_scale",
-    "fin_steps": "counter",
-    "growth_interval": "period",
-    "growth_factor": "factor",
-    "backoff_factor": "backoff_factor",
-    "minimum_scale": "min_loss_scale",
-}
-_FLAX_DEFAULTS = {
-    "growth_interval": 2000,
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "minimum_scale": float(jnp.finfo(jnp.float32).tiny),
+_FLAX = {  # their field -> ours, and their default
+    "scale": ("loss_scale", None),
+    "fin_steps": ("counter", None),
+    "growth_interval": ("period", 2000),
+    "growth_factor": ("factor", 2.0),
+    "backoff_factor": ("backoff_factor", 0.5),
+    "minimum_scale": ("min_loss_scale", float(jnp.finfo(jnp.float32).tiny)),
 }
 
 
@@ -58,8 +52,9 @@ def convert_loss_scale(saved: object) -> DynamicLossScale:
     if {"loss_scale", "counter"} <= fields.keys() <= {*_JMP}:
         settings = dict(fields)
     elif {"scale", "fin_steps"} <= fields.keys() <= _FLAX.keys():
-        fields = {**_FLAX_DEFAULTS, **fields}
-        settings = {_FLAX[name]: value for name, value in fields.items()}
+        settings = {
+            ours: fields.get(name, default) for name, (ours, default) in _FLAX.items()
+        }
         settings["period"] += 1
         if settings["min_loss_scale"] is None:
             settings["min_loss_scale"] = 0.0

@@ -22,8 +22,8 @@ from etils import epath
 
 from jmp_lite._src import arguments
 from jmp_lite._src.checkpoint import arrays as on_disk
-from jmp_lite._src.checkpoint import counters, leaves, low_precision
 from jmp_lite._src.checkpoint import folder as folders
+from jmp_lite._src.checkpoint import forms, leaves
 from jmp_lite._src.checkpoint import record as records
 from jmp_lite._src.checkpoint.lock import on_first_process, writer_lock
 
@@ -87,7 +87,6 @@ def save(
 
         def finish() -> None:
             records.write(place, specs, dict(zip(on_host, checksums, strict=True)))
-            on_disk.Store(place / "state").check_names(records.read(place))
             folders.commit(root, step, keep)
             lock.close()
 
@@ -202,16 +201,15 @@ def restore(
     path, step = folders.find_step(root, step)
     where = f"Step {step} in {root}"
     saved = _read(lambda: records.read(path), root, step)
-    target_tree = low_precision.like_saved(like, saved) if cast else like
-    targets, structure = leaves.flatten(target_tree)
+    targets, structure = leaves.flatten(forms.like_saved(like, saved) if cast else like)
     wanted = {name: leaves.describe(target) for name, target in targets.items()}
-    specs = counters.in_one_array(saved, wanted)
+    specs = forms.join_counters(saved, wanted)
     leaves.check_compatible(specs, wanted, where, cast=cast)
     store = on_disk.Store(path / "state")
 
     def read(name: str, target: Any) -> Any:
         if name not in saved:
-            return counters.read(name, specs[name], read)
+            return forms.read_counters(name, specs[name], read)
         is_array = saved[name].kind not in ("object", "text")
         return store.read(name, saved[name], target) if is_array else None
 
@@ -233,7 +231,7 @@ def restore(
             casts[name] = done
     state = jax.tree.unflatten(structure, restored)
     if cast:
-        state, converted = low_precision.convert(state, like, saved, where)
+        state, converted = forms.convert(state, like, saved, where)
         casts.update(converted)
     return Restored(state, step, casts)
 

@@ -47,15 +47,19 @@ def classes_of_leaves(
     By the shapes that the step returns. What arguments are may be given in `classes`,
     by their names or indices; a name that is no argument raises an error.
     """
-    names = _argument_names(fun, len(args))
+    # Of what `*args` takes, the names are "argument 2" and so on.
+    named = inspect.signature(fun).parameters.values()
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [p.name for p in named if p.kind in kinds][: len(args)]
+    names += [f"argument {i}" for i in range(len(names), len(args))]
     given = dict(classes or {})
     returned = {_structure(tree) for tree in _nodes(result)}
     if any(not trees.is_array(arg) for arg in args):  # a lone array is none of them
         returned = {x for x in returned if x[0] != jax.tree.structure(0)}
     found = []
     # As JAX has the leaves of keyword arguments.
-    named = [*zip(names, args, strict=True), *sorted(kwargs.items())]
-    for index, (name, arg) in enumerate(named):
+    pairs = [*zip(names, args, strict=True), *sorted(kwargs.items())]
+    for index, (name, arg) in enumerate(pairs):
         known = [given.pop(key) for key in (name, index) if key in given]
         if known:
             found += known[:1] * len(_arrays(arg))
@@ -67,13 +71,6 @@ def classes_of_leaves(
             f"{', '.join([*names, *kwargs])}."
         )
     return found
-
-
-def _argument_names(fun: Callable[..., object], count: int) -> list[str]:
-    parameters = inspect.signature(fun).parameters.values()
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = [p.name for p in parameters if p.kind in kinds][:count]
-    return names + [f"argument {i}" for i in range(len(names), count)]
 
 
 def _classes(

@@ -53,26 +53,24 @@ def run(options: argparse.Namespace) -> int:
     if options.device and not os.environ.get("JAX_PLATFORMS"):
         # Nothing here needs an accelerator, and one that is absent would be looked for.
         jax.config.update("jax_platforms", "cpu")
-    measure_options = {
-        "donate_argnums": options.donate,
-        "devices": options.devices,
-        "fits": options.fits,
-    }
-    sys.path.insert(0, here := os.getcwd())  # also while the functions run
-    try:
-        _show(f"tracing {options.target}")
-        step, args = load(options.target)
-        _show(f"compiling for {options.device or 'this machine'}")
-        report = of_step(step, options.device, **measure_options)(*args)
-    finally:
-        if here in sys.path:
-            sys.path.remove(here)
+    sys.path.insert(0, os.getcwd())
+    _show(f"tracing {options.target}")
+    step, args = load(options.target)
+    _show(f"compiling for {options.device or 'this machine'}")
+    measure = of_step(
+        step,
+        options.device,
+        donate_argnums=options.donate,
+        devices=options.devices,
+        fits=options.fits,
+    )
+    report = measure(*args)
     if options.json:
         print(report.to_json())
     elif options.every:
         with extras.needed("numerics"):
-            from rich.console import Console
-        Console().print(report.table(every=True))
+            import rich
+        rich.print(report.table(every=True))
     else:
         print(report)
     return DOES_NOT_FIT if report.fits is False else 0
