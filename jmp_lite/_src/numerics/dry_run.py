@@ -14,12 +14,10 @@ from jmp_lite._src.autocast import checks, transform
 from jmp_lite._src.autocast.emit import Emitter
 from jmp_lite._src.autocast.options import OpRules, resolve_rules
 from jmp_lite._src.jaxprs.sites import sites
-from jmp_lite._src.numerics import reference
-from jmp_lite._src.numerics.lockstep import Lockstep
-from jmp_lite._src.numerics.nonfinite import NonFinite, describe
+from jmp_lite._src.numerics import nonfinite, reference
+from jmp_lite._src.numerics.lockstep import NO_ERROR, Lockstep
 from jmp_lite._src.numerics.report import DryRunReport
-from jmp_lite._src.numerics.runs import Run
-from jmp_lite._src.numerics.shadows import Array, is_floating, values_of
+from jmp_lite._src.numerics.runs import Array, Run, is_floating, values_of
 from jmp_lite._src.policy import Policy, PolicyMap
 
 
@@ -113,14 +111,14 @@ def measure(
     warning = reference.check_is_float32(plan.jaxpr, caller)
     observer = Lockstep(sites(plan.jaxpr), compute_dtype)
     run = Run(observer, Emitter(planned.analyzer))
-    cells = [run.cell(x, observer.tag_argument(x, i)) for i, x in enumerate(arrays)]
+    cells = [run.cell(x, NO_ERROR) for x in arrays]
     outs, _ = run.run(plan.jaxpr, plan.consts, cells, plan=plan)
     values, shadows = [out.value for out in outs], [out.shadow for out in outs]
     lows = values_of(compute_dtype, plan.jaxpr.outvars, shadows)
-    origin, ranges = observer.first_nonfinite([out.tag for out in outs])
-    found = describe(planned.traced, origin, ranges, args_and_kwargs)
-    if found is not None:
-        _check_is_finite(found, values, caller)
+    numbers = [x for x in values if is_floating(x)]
+    if not (observer.is_finite_in_half and all(jnp.isfinite(x).all() for x in numbers)):
+        found = nonfinite.locate(planned.traced, args_and_kwargs, in_half=True)
+        _check_is_finite(found, numbers, caller)
     return Measured(
         outs=values,
         lows=lows.read(plan.jaxpr.outvars, (False,) * len(outs)),
@@ -129,14 +127,17 @@ def measure(
     )
 
 
-def _check_is_finite(found: NonFinite, results: Sequence[Array], caller: str) -> None:
+def _check_is_finite(
+    found: nonfinite.NonFinite | None, results: Sequence[Array], caller: str
+) -> None:
     """Raise if an operation of the float32 run made a number that is not finite.
 
     That is found in its results, or in half. Infinite inputs, such as masks, may be
     results, NaNs may not.
     """
-    has_nan = any(jnp.isnan(x).any() for x in results if is_floating(x))
-    if found.primitive in ("argument", "constant") and not has_nan:
+    has_nan = any(jnp.isnan(x).any() for x in results)
+    came_in = found is None or found.primitive in ("argument", "constant")
+    if came_in and not has_nan:
         return
     raise ValueError(
         f"{caller} compares a program in float32 with itself under a policy, and this "
