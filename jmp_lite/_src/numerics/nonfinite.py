@@ -26,8 +26,7 @@ from jmp_lite._src.numerics.origins import (
     find,
     watch,
 )
-from jmp_lite._src.numerics.reference import check_has_values
-from jmp_lite._src.numerics.runs import Array
+from jmp_lite._src.numerics.runs import Array, check_has_values
 
 
 @dataclasses.dataclass(frozen=True)

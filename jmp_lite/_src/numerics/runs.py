@@ -325,6 +325,17 @@ def _with_shadows(cells: Sequence[Cell], shadows: Sequence[Any]) -> list[Cell]:
     return [cell._replace(shadow=shadow) for cell, shadow in pairs]
 
 
+def check_has_values(args: object, caller: str, more: str = "") -> None:
+    """Raise if an argument is traced, or a shape: a run reads values."""
+    for x in jax.tree.leaves(args):
+        if isinstance(x, Tracer | jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{caller} runs the function operation by operation, and reads values, "
+                f"got {type(x).__name__}: call it on arrays, outside of jax.jit and "
+                f"jax.grad.{more}"
+            )
+
+
 def is_floating(x: ArrayLike) -> bool:
     """Return whether a value is an array of floating or complex numbers."""
     aval = jax.typeof(x)
