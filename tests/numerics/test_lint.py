@@ -334,7 +334,7 @@ class Transformer(nnx.Module):
 
 def conv_net(policy: str | None) -> tuple[Any, ...]:
     """Return the loss of a convolutional model and its arguments, as shapes."""
-    plain, x = linen_models.ConvNet(), jnp.ones((2, 6, 4))
+    plain, x = linen_models.ConvNet(), jnp.ones((4, 6, 4))
     model = plain if policy is None else linen_models.with_policy(plain, policy)
     variables = linen_models.shapes(plain, x)
 
@@ -343,7 +343,7 @@ def conv_net(policy: str | None) -> tuple[Any, ...]:
         logits, _ = model.apply(variables, x, **linen_models.TRAINING)
         return _cross_entropy(logits, labels)
 
-    return loss, variables["params"], variables["batch_stats"], x, ints(2, 6)
+    return loss, variables["params"], variables["batch_stats"], x, ints(4, 6)
 
 
 def transformer(policy: str | None) -> tuple[Any, ...]:

@@ -5,8 +5,8 @@ that `autocast` would have computed. Branches and loops are those of the float32
 
 An operation may show an error that it did not make: `1 - p` is all wrong where `p` was
 rounded to 1 in another layer. So each value carries the operation that rounded it last.
-Where an error grows by more than rounding, the operation is repeated in float32 on the
-rounded operands: if the result is as wrong as before, one of these lost the digits.
+Where an error grows by more than rounding, an operand has lost the digits, unless half
+does not hold the right result.
 """
 
 import functools
@@ -20,9 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_lite._src import compat, dtypes, fp8, trees
-from jmp_lite._src.jaxprs import binding
-from jmp_lite._src.jaxprs.core import dtype_of
+from jmp_lite._src import dtypes, fp8, trees
 from jmp_lite._src.jaxprs.primitives import CAST, Fact, named
 from jmp_lite._src.jaxprs.sites import Site
 from jmp_lite._src.numerics import stats
@@ -164,27 +162,24 @@ class Lockstep(Observer):
         return tag._replace(error=error, source=source)
 
     def _source(
-        self,
-        op: Operation,
-        full: Array,
-        low: Array,
-        added_error: float,
-        operands: Sequence[Tag],
+        self, op: Operation, full: Array, low: Array, added: float, tags: Sequence[Tag]
     ) -> int:
         """Return the site that made the error of a result, `low` in the policy's run.
 
-        Operands do not have the part `added_error`.
+        Operands, which have these tags, do not have the part `added`.
         """
-        rounded, rounds = [tag for tag in operands if tag.source >= 0], _rounds(op, low)
+        rounds, rounded = _rounds(op, low), [tag for tag in tags if tag.source >= 0]
         if not rounded:
             return op.site if low is not full and rounds else -1
         worst = max(rounded)
-        if worst.error > self.limit:
+        if worst.error > self.limit or not rounds:
             return worst.source
-        own = op.site if rounds else worst.source
-        if added_error <= self.limit:
-            return own
-        return _find_by_repeating(op, full, low, operands, own)
+        if added <= self.limit:
+            return op.site
+        with np.errstate(over="ignore"):
+            stored = np.asarray(full).astype(low.dtype)
+        is_own = _error_on_host(stored, np.asarray(full)) > self.limit
+        return op.site if is_own else worst.source
 
     def _add(self, site: int, which: int, record: Record) -> None:
         before = self._records[site][which]
@@ -199,7 +194,7 @@ class Lockstep(Observer):
         found = stats.value_stats_on_host(full, self.low_dtype)
         if low is full:
             return found, 0.0
-        return found, error_on_host(np.asarray(low), full)
+        return found, _error_on_host(np.asarray(low), full)
 
 
 def _added_error(error: float, error_in: float) -> float:
@@ -226,40 +221,7 @@ def _rounds(op: Operation, low: Array) -> bool:
     return not (op.eqn.primitive.name in EXACT and was_half)
 
 
-def _find_by_repeating(
-    op: Operation, full: Array, low: Array, operands: Sequence[Tag], unknown: int
-) -> int:
-    """Return the site whose rounding shows if an operation is repeated in float32.
-
-    `unknown` if it cannot be.
-    """
-    rounded = [*op.multiplied, *op.low_ins[len(op.multiplied) :]]
-    if op.also or op.eqn.effects or any(x is None for x in (*op.ins, *rounded)):
-        return unknown
-    repeat = jax.jit(
-        functools.partial(binding.bind, op.eqn),
-        compiler_options=compat.quick_compiler_options(),
-    )
-
-    def error_of(i: int) -> float:
-        """Return the error if operand `i` alone is rounded."""
-        read = [*op.ins[:i], rounded[i], *op.ins[i + 1 :]]
-        pairs = zip(op.eqn.invars, read, strict=True)
-        outs = repeat([np.asarray(x, dtype_of(v)) for v, x in pairs])
-        pairs = zip(outs, op.outs, strict=True)
-        return max(
-            error_on_host(np.asarray(out), np.asarray(x))
-            for out, x in pairs
-            if x is full
-        )
-
-    found = [(error_of(i), x.source) for i, x in enumerate(operands) if x.source >= 0]
-    error, source = max(found)
-    wanted = 0.5 * min(error_on_host(np.asarray(low), np.asarray(full)), 2.0)
-    return source if error >= wanted else op.site
-
-
-def error_on_host(low: np.ndarray, full: np.ndarray) -> float:
+def _error_on_host(low: np.ndarray, full: np.ndarray) -> float:
     """Return the relative error of NumPy arrays."""
     full, low = (np.asarray(x, np.float64).ravel() for x in (full, low))
     with np.errstate(all="ignore"):
