@@ -40,13 +40,6 @@ class Nested(nn.Module):
         return nn.Dense(1, name="head")(x)
 
 
-class Numbered(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        large = nn.Dense(8, kernel_init=LARGE)  # made first: Dense_0
-        return 1e-6 * large(jnp.tanh(nn.Dense(8)(x)))
-
-
 class WithSetup(nn.Module):
     """Layers by `setup`, and a method of one that is not `__call__`."""
 
@@ -90,7 +83,6 @@ def in_both(net: Any, policy: Any) -> Any:
     ("net", "patterns"),
     [
         (Nested(), ["Nested/mlp_0/down", "Nested/mlp_1/down"]),
-        (Numbered(), ["Numbered/Dense_0"]),
         (WithSetup(), ["WithSetup/table"]),
     ],
     ids=lambda x: type(x).__name__,

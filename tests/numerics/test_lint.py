@@ -307,6 +307,20 @@ def test_a_hazard_is_found_behind_every_move(hazard: str) -> None:
 # Models that are sound, and their gradients.
 
 
+class ConvNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        norm = functools.partial(
+            nn.BatchNorm, use_running_average=False, use_fast_variance=False
+        )
+        x = nn.relu(norm()(nn.Conv(16, (3, 3))(x)))
+        x = nn.max_pool(x, (2, 2), (2, 2))
+        x = nn.relu(norm()(nn.Conv(32, (3, 3), use_bias=False)(x)))
+        x = nn.avg_pool(x, (2, 2), (2, 2)).reshape(x.shape[0], -1)
+        x = nn.Dropout(0.1, deterministic=False)(nn.relu(nn.Dense(64)(x)))
+        return nn.Dense(16)(x)
+
+
 class Transformer(nnx.Module):
     """Embeddings, a block of attention and two layers, and a head."""
 
@@ -333,9 +347,10 @@ class Transformer(nnx.Module):
 
 
 def conv_net(policy: str | None) -> tuple[Any, ...]:
-    """Return the loss of a convolutional model and its arguments, as shapes."""
-    plain, x = linen_models.ConvNet(), jnp.ones((4, 6, 4))
+    """Return the loss of the convolutional model and its arguments, as shapes."""
+    plain = ConvNet()
     model = plain if policy is None else linen_models.with_policy(plain, policy)
+    x = jnp.ones((2, 8, 8, 3))
     variables = linen_models.shapes(plain, x)
 
     def loss(params, statistics, x, labels):
@@ -343,7 +358,7 @@ def conv_net(policy: str | None) -> tuple[Any, ...]:
         logits, _ = model.apply(variables, x, **linen_models.TRAINING)
         return _cross_entropy(logits, labels)
 
-    return loss, variables["params"], variables["batch_stats"], x, ints(4, 6)
+    return loss, variables["params"], variables["batch_stats"], x, ints(2)
 
 
 def transformer(policy: str | None) -> tuple[Any, ...]:
