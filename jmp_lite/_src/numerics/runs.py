@@ -118,8 +118,8 @@ class Run(Interpreter):
         pairs = zip(values, lows, strict=True)
         given = [None if x is low and not moment.loops else low for x, low in pairs]
         is_changed = eqn_plan and (eqn_plan.is_changed or eqn_plan.bodies)
-        is_followed = is_changed or any(low is not None for low in given)
-        program = self._program(eqn, eqn_plan if is_followed else None)
+        differs = is_changed or any(low is not None for low in given)
+        program = self._program(eqn, eqn_plan if differs else None)
         with jax.disable_jit(False):  # under which nothing is compiled
             computed = program(values, given, [cell.shadow for cell in also])
         outs, shadows, multiplied = computed
