@@ -213,8 +213,15 @@ def advise(
     step_of = functools.partial(_scaled_step, loss_fn, argnums, has_aux)
 
     def find(*args, **kwargs) -> Advice:
-        search = _Search(step_of, start, (args, kwargs), dtype, headroom, previous)
-        advice, warning = search.run()
+        if dtype not in dtypes.HALF_DTYPES:
+            measured = measure(step_of(1.0), start, (args, kwargs), caller="advise")
+            name = jnp.dtype(dtype).name
+            why = f"The policy computes in {name}: there is nothing to do."
+            advice = Advice(start, NoOpLossScale(), (why,), (), measured.report)
+            warning = measured.warning
+        else:
+            search = _Search(step_of, start, (args, kwargs), dtype, headroom, previous)
+            advice, warning = search.run()
         if warning:
             warnings.warn(warning, stacklevel=2)
         return advice
@@ -391,7 +398,7 @@ def _keyed(report: DryRunReport) -> Iterator[tuple[tuple[int, str], OpStats]]:
 
 def _fitting_scale(rows: Sequence[OpStats], scale: float, dtype: DTypeLike) -> float:
     """Return the loss scale that fits, by the gradients that `scale` has scaled."""
-    if dtype != jnp.float16 or not rows:
+    if dtype == jnp.bfloat16 or not rows:
         return 1.0
     wanted = float(jnp.finfo(dtype).max) / _HEADROOM
     factor = 2.0 ** math.floor(math.log2(wanted / max(row.max_abs for row in rows)))
@@ -401,12 +408,6 @@ def _fitting_scale(rows: Sequence[OpStats], scale: float, dtype: DTypeLike) -> f
 def _as_loss_scale(
     rows: Sequence[OpStats], scale: float, dtype: DTypeLike
 ) -> tuple[LossScale, str]:
-    if dtype not in dtypes.HALF_DTYPES:
-        name = jnp.dtype(dtype).name
-        return (
-            NoOpLossScale(),
-            f"The policy computes in {name}: there is nothing to do.",
-        )
     if dtype == jnp.bfloat16:
         return NoOpLossScale(), "bfloat16 has the range of float32: no loss scale."
     if not rows:
