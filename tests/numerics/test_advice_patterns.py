@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import linen_models
 import numpy as np
 import pytest
-from flax import nnx
 
 import jmp_lite as jmp
 import jmp_lite.linen
@@ -39,13 +38,6 @@ class Nested(nn.Module):
         x = x + Mlp(name="mlp_0")(x)
         x = x + nn.remat(Mlp)(name="mlp_1")(x)
         return nn.Dense(1, name="head")(x)
-
-
-class Numbered(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        large = nn.Dense(8, kernel_init=LARGE)  # made first: Dense_0
-        return 1e-6 * large(jnp.tanh(nn.Dense(8)(x)))
 
 
 class WithSetup(nn.Module):
@@ -91,7 +83,6 @@ def in_both(net: Any, policy: Any) -> Any:
     ("net", "patterns"),
     [
         (Nested(), ["Nested/mlp_0/down", "Nested/mlp_1/down"]),
-        (Numbered(), ["Numbered/Dense_0"]),
         (WithSetup(), ["WithSetup/table"]),
     ],
     ids=lambda x: type(x).__name__,
@@ -156,42 +147,3 @@ def test_layers_in_float32_stay_there_and_those_inside_need_no_rule() -> None:
     advice = advise(loss, "mixed_float16", previous=previous)(w, X)
     assert advice.in_float32 == previous.in_float32
     assert float32_patterns(advice) == ["outer"]
-
-
-class Blocks(nnx.Module):
-    """Two times two layers of nnx, whose scopes are their paths."""
-
-    def __init__(self):
-        def block():
-            up = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-            down = nnx.Linear(8, 8, rngs=nnx.Rngs(1), kernel_init=LARGE)
-            return nnx.Dict(up=up, down=down)
-
-        self.first, self.second = block(), block()
-
-    def __call__(self, x):
-        for name in ("first", "second"):
-            block = getattr(self, name)
-            with jax.named_scope(f"{name}/up"):
-                y = jnp.tanh(block.up(x))
-            with jax.named_scope(f"{name}/down"):
-                y = block.down(y)
-            x = x + 1e-6 * y
-        return x
-
-
-def test_patterns_of_scopes_that_are_paths_of_nnx_fit_both() -> None:
-    graphdef, state = nnx.split(Blocks())
-
-    def loss(state, x):
-        return jnp.mean(jnp.square(nnx.merge(graphdef, state)(x)))
-
-    advice = advise(loss, "mixed_float16")(state, X)
-    assert float32_patterns(advice) == ["first/down", "second/down"]
-    assert advice.left == ()
-    model = jmp_lite.nnx.with_policy(Blocks(), advice.policy)
-    by_module = jnp.mean(jnp.square(model(X)))
-    by_autocast = jax.jit(jmp.autocast(loss, advice.policy))(state, X)
-    np.testing.assert_allclose([by_module, by_autocast], loss(state, X), rtol=0.02)
-    half = {row.layer for row in advice.report.rows if row.is_half}
-    assert half == {"first/up", "second/up"}

@@ -5,7 +5,6 @@ from typing import Any
 
 import bitwise
 import compilations
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +12,7 @@ import pytest
 from jax import lax
 from planted_hazards import HAZARDS, QUIET, Hazard
 
-import jmp_lite as jmp
 from jmp_lite._src.numerics import runs
-from jmp_lite.linen import with_policy
 from jmp_lite.numerics import (
     NonFinite,
     NonFiniteTracker,
@@ -248,52 +245,6 @@ def test_a_report_tells_of_a_constant_beyond_half(dtype) -> None:
         "finite out of [1, 1] and [inf, inf]. A constant that it reads is beyond "
         f"{half}, so inf or 0 there: use another, or compute in float32."
     ) in str(report)
-
-
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(1)(Block(name="block")(x))
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.LayerNorm()(nn.Dense(8)(x))
-
-
-HALF, WIDE = "p=full,c=f16,o=f16", "p=full,c=f16,o=full"
-
-
-@pytest.mark.standard_promotion  # flax promotes
-@pytest.mark.parametrize(
-    ("api", "rule", "is_repaired"),
-    [
-        ("with_policy", HALF, False),
-        ("with_policy", WIDE, False),
-        ("with_policy", "full", True),
-        ("autocast", HALF, False),
-        ("autocast", WIDE, True),
-        ("autocast", "full", True),
-    ],
-)
-def test_the_remedy_of_a_large_result_holds(api, rule, is_repaired):
-    x = jnp.full((2, 4), 6e4)
-    variables = Net().init(jax.random.key(0), x)
-    if api == "with_policy":
-        policy = jmp.PolicyMap("mixed_float16", {"block": rule})
-        run: Any = with_policy(Net(), policy).apply
-    else:
-        run = jmp.autocast(Net().apply, jmp.PolicyMap(HALF, {"Net/block": rule}))
-    report = first_nonfinite(run)(variables, x)
-    assert (report is None) == is_repaired
-    if not is_repaired:
-        assert found(report).layer == "Net/block/Dense_0"
-        assert str(report).endswith(
-            ". Its results in half went beyond 65504: give the layer the policy "
-            '"full". Under autocast, numerics.advise (previous=...) finds a policy, '
-            "too."
-        )
 
 
 def test_a_tracker_survives_pickling_and_the_tree():

@@ -86,11 +86,6 @@ def test_worst_is_overflow_then_added_error_then_underflow():
     assert harmless.badness == (0.0, 0.0, 0.0)
 
 
-def test_half_is_what_the_policy_has_in_half():
-    assert [row.is_half for row in ROWS] == [True, True, False, True, True, False]
-    assert a_row(dtype="bfloat16").is_half
-
-
 def test_layers_are_in_the_order_of_the_program_with_directions_apart():
     for depth, names in (
         (None, ["net/a", "net/b", "net/b/c", "net/a backward", ""]),

@@ -174,19 +174,6 @@ def product_with_infinite_constants(x):
     return centred(x[None] @ jnp.broadcast_to(BEYOND, (2, 2)))  # here
 
 
-@of_constant("mul in layer", SMALL, iterations=(1,), out_of=(ENDS, INF))
-def factor_in_a_branch_in_a_scan(x):
-    def large(x):
-        with jax.named_scope("layer"):
-            x = x * INF  # here
-        return centred(x)
-
-    def step(h, i):
-        return lax.cond(i == 1, large, lambda h: h, h), None
-
-    return lax.scan(step, x, jnp.arange(3))[0]
-
-
 @of_constant("mul", SMALL, iterations=(0,), out_of=(ENDS, INF))
 def factor_that_is_scanned(x):
     return lax.scan(lambda h, row: (centred(h * row), None), x, BEYOND)[0]  # here
@@ -334,34 +321,6 @@ def rule_of_a_custom_vjp_in_a_scan_of_remat(xs):
     return lax.scan(step, jnp.float32(0.0), xs)[0]
 
 
-@forward_f32("log", jnp.zeros(2), under=grad_of_jitted_total, out_of=(0.0,))
-def residual_of_a_custom_vjp(x):
-    @jax.custom_vjp
-    def scale(x):
-        return x + 1.0
-
-    def forward(x):
-        slope = jnp.log(x)
-        return x + 1.0, slope
-
-    scale.defvjp(forward, lambda slope, ct: (ct * slope,))
-    return scale(x)  # here
-
-
-@backward_f16("div", jnp.zeros(2, F16), under=grad_of_jitted_total, out_of=(1.0, 0.0))
-def rule_of_a_custom_jvp(x):
-    @jax.custom_jvp
-    def grow(x):
-        return x + jnp.ones_like(x)
-
-    @grow.defjvp
-    def rule(primals, tangents):
-        (x,), (x_dot,) = primals, tangents
-        return grow(x), x_dot / x
-
-    return grow(x)  # here
-
-
 @forward_f32("log in block", jnp.zeros(2), under=grad_of_total, out_of=(0.0,))
 @jax.checkpoint
 def computed_again_in_the_backward_pass(x):
@@ -429,14 +388,6 @@ def library_function_that_is_traced_once(x):
     with jax.named_scope("two"):
         y = x * jnp.asarray(300.0, x.dtype)
         return x * jnp.linalg.norm(y)  # here
-
-
-@backward_f32("div in two", jnp.zeros(2), out_of=(0.5, 0.0))
-def slope_of_a_library_function_that_is_traced_once(x):
-    with jax.named_scope("one"):
-        y = jnp.linalg.norm(x + 1.0)
-    with jax.named_scope("two"):
-        return y + jnp.linalg.norm(x)  # here
 
 
 # What came in.

@@ -207,33 +207,21 @@ def steps_in_a_while_loop(grad):
     return train, (params, opt_state, x, y)
 
 
-def _mapped(grad: Any, loss: Any, average: Any = lambda found: found) -> Any:
-    tx = jmp.scale_aware(optax.adam(1e-3), axis_name="data")
-
-    def step(params, opt_state, x, y):
-        value, grads = average(grad(loss, opt_state)(params, x, y))
-        return updated(tx, grads, opt_state, params, value=value)
-
-    return step, tx.init(PARAMS)
-
-
-_average = functools.partial(jax.lax.pmean, axis_name="data")
-
-
 @step_of
 def in_shard_map(grad):
-    step, opt_state = _mapped(grad, lambda *args: _average(loss_fn(*args)))
+    tx = jmp.scale_aware(optax.adam(1e-3), axis_name="data")
+
+    def loss(*args):
+        return jax.lax.pmean(loss_fn(*args), "data")
+
+    def step(params, opt_state, x, y):
+        value, grads = grad(loss, opt_state)(params, x, y)
+        return updated(tx, grads, opt_state, params, value=value)
+
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = P(), P(), P("data"), P("data")
     mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P())
-    return jax.jit(mapped), (PARAMS, opt_state, X, Y)
-
-
-@step_of
-def in_pmap(grad):
-    step, opt_state = _mapped(grad, loss_fn, _average)
-    mapped = jax.pmap(step, axis_name="data", devices=jax.devices()[:2])
-    return mapped, stacked(2, (PARAMS, opt_state, X, Y))
+    return jax.jit(mapped), (PARAMS, tx.init(PARAMS), X, Y)
 
 
 @step_of

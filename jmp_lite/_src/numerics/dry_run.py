@@ -1,26 +1,30 @@
 """`dry_run`: the numbers of each operation in float32, and its error under a policy.
 
-Both runs have the same operations, those of the traced function.
+Both runs have the same operations, those of the traced function. A program that is in
+half already would be compared with itself, without any error, and is refused.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jmp_lite._src.autocast import checks, transform
+from jmp_lite._src import compat, dtypes
+from jmp_lite._src.autocast import checks, products, transform
 from jmp_lite._src.autocast.emit import Emitter
 from jmp_lite._src.autocast.options import OpRules, resolve_rules
-from jmp_lite._src.jaxprs.sites import sites
-from jmp_lite._src.numerics import reference
-from jmp_lite._src.numerics.lockstep import Lockstep
-from jmp_lite._src.numerics.nonfinite import NonFinite, describe
-from jmp_lite._src.numerics.report import DryRunReport
-from jmp_lite._src.numerics.runs import Run
-from jmp_lite._src.numerics.shadows import Array, is_floating, values_of
+from jmp_lite._src.jaxprs import name_scopes
+from jmp_lite._src.jaxprs.core import Jaxpr
+from jmp_lite._src.jaxprs.sites import Site, in_loop, site_of, sites
+from jmp_lite._src.numerics import nonfinite, runs
+from jmp_lite._src.numerics.lockstep import NO_ERROR, Lockstep
+from jmp_lite._src.numerics.report import DryRunReport, place
+from jmp_lite._src.numerics.runs import Array
 from jmp_lite._src.policy import Policy, PolicyMap
+from jmp_lite._src.reports import summarize
 
 
 @checks.takes_function
@@ -102,7 +106,7 @@ def measure(
     caller: str = "dry_run",
 ) -> Measured:
     """Run a function in float32 and under a policy, as `check_policy` returns it."""
-    reference.check_has_values(args_and_kwargs, caller)
+    runs.check_has_values(args_and_kwargs, caller)
     compute_dtype = checks.check_policy(policy, "dry_run")[1]
     rules = OpRules.default(compute_dtype) if rules is None else rules
 
@@ -110,17 +114,17 @@ def measure(
         fun, policy, compute_dtype, rules, *args_and_kwargs, without_refs=True
     )
     plan, arrays = planned.plan, planned.traced.args
-    warning = reference.check_is_float32(plan.jaxpr, caller)
+    warning = _check_is_float32(plan.jaxpr, caller)
     observer = Lockstep(sites(plan.jaxpr), compute_dtype)
-    run = Run(observer, Emitter(planned.analyzer))
-    cells = [run.cell(x, observer.tag_argument(x, i)) for i, x in enumerate(arrays)]
+    run = runs.Run(observer, Emitter(planned.analyzer))
+    cells = [run.cell(x, NO_ERROR) for x in arrays]
     outs, _ = run.run(plan.jaxpr, plan.consts, cells, plan=plan)
     values, shadows = [out.value for out in outs], [out.shadow for out in outs]
-    lows = values_of(compute_dtype, plan.jaxpr.outvars, shadows)
-    origin, ranges = observer.first_nonfinite([out.tag for out in outs])
-    found = describe(planned.traced, origin, ranges, args_and_kwargs)
-    if found is not None:
-        _check_is_finite(found, values, caller)
+    lows = runs.values_of(compute_dtype, plan.jaxpr.outvars, shadows)
+    numbers = [x for x in values if runs.is_floating(x)]
+    if not (observer.is_finite_in_half and all(jnp.isfinite(x).all() for x in numbers)):
+        found = nonfinite.locate(planned.traced, args_and_kwargs, in_half=True)
+        _check_is_finite(found, numbers, caller)
     return Measured(
         outs=values,
         lows=lows.read(plan.jaxpr.outvars, (False,) * len(outs)),
@@ -129,14 +133,65 @@ def measure(
     )
 
 
-def _check_is_finite(found: NonFinite, results: Sequence[Array], caller: str) -> None:
+def _check_is_float32(jaxpr: Jaxpr, caller: str) -> str:
+    """Raise if most matrix-product FLOPs read half; return a warning if some do."""
+    flops, in_half, places, names = 0, 0, [], set[str]()
+    for site, dtype, count in _products(jaxpr):
+        flops += count
+        if dtypes.is_half(dtype):
+            in_half += count
+            names.add(str(dtype))
+            layer = name_scopes.without_marks(site.layer)
+            places.append(place(layer, site.primitive, site.line))
+    if not places:
+        return ""
+    text = (
+        f"{caller} compares a program in float32 with itself under a policy, and got "
+        f"one with {in_half / max(flops, 1):.0%} of its matrix-product FLOPs in "
+        f"{' and '.join(sorted(names))} already: "
+        f"{summarize(list(dict.fromkeys(places)))}."
+    )
+    remedy = (
+        "Pass the model in float32, and the policy and its rules beside it: the model "
+        "that with_policy was given (policy_model.module in linen), the function "
+        "without autocast or casts of its own, float32 parameters."
+    )
+    if in_half > 0.5 * flops:
+        raise ValueError(f"{text} {remedy}")
+    return f"{text} Their errors are not measured. {remedy}"
+
+
+def _products(
+    jaxpr: Jaxpr, around: Site | None = None
+) -> Iterator[tuple[Site, np.dtype, int]]:
+    """Yield each matrix product, the dtype of its operands, half if one of them is.
+
+    And its FLOPs in all its runs; a `while` runs once.
+    """
+    for eqn in jaxpr.eqns:
+        site = site_of(eqn) if around is None else site_of(eqn, around)
+        if name_scopes.IN_HALF in site.layer.split("/"):  # half in every policy
+            continue
+        if eqn.primitive.name in products.NAMES:
+            read = [compat.aval_of(v).dtype for v in eqn.invars[:2]]
+            half = [dtype for dtype in read if dtypes.is_half(dtype)]
+            yield site, (half or read)[0], products.flops(eqn) * (site.times or 1)
+        inside = in_loop(eqn, site)
+        for body in compat.jaxprs_of(eqn):
+            yield from _products(body, inside)
+
+
+def _check_is_finite(
+    found: nonfinite.NonFinite | None, results: Sequence[Array], caller: str
+) -> None:
     """Raise if an operation of the float32 run made a number that is not finite.
 
     That is found in its results, or in half. Infinite inputs, such as masks, may be
     results, NaNs may not.
     """
-    has_nan = any(jnp.isnan(x).any() for x in results if is_floating(x))
-    if found.primitive in ("argument", "constant") and not has_nan:
+    has_nan = any(jnp.isnan(x).any() for x in results)
+    came_in = found is None or found.primitive in ("argument", "constant")
+    if came_in and not has_nan:
         return
     raise ValueError(
         f"{caller} compares a program in float32 with itself under a policy, and this "

@@ -6,8 +6,7 @@ from collections.abc import Collection
 
 import jax.numpy as jnp
 
-from jmp_lite._src.numerics.error_sources import EXACT
-from jmp_lite._src.numerics.lockstep import ROUNDINGS
+from jmp_lite._src.numerics.lockstep import EXACT, ROUNDINGS
 from jmp_lite._src.numerics.report import DryRunReport, OpStats
 from jmp_lite._src.reports import percent
 

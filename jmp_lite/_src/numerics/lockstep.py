@@ -2,11 +2,17 @@
 
 The policy's run is the shadow of the float32 one: beside each float32 value is the one
 that `autocast` would have computed. Branches and loops are those of the float32 run.
+
+An operation may show an error that it did not make: `1 - p` is all wrong where `p` was
+rounded to 1 in another layer. So each value carries the operation that rounded it last.
+Where an error grows by more than rounding, an operand has lost the digits, unless half
+does not hold the right result.
 """
 
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -15,20 +21,30 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite._src import dtypes, fp8, trees
+from jmp_lite._src.jaxprs.primitives import CAST, Fact, named
 from jmp_lite._src.jaxprs.sites import Site
-from jmp_lite._src.numerics import error_sources, origins, stats
-from jmp_lite._src.numerics.error_sources import Tag
-from jmp_lite._src.numerics.origins import NONE, OperandRanges
+from jmp_lite._src.numerics import stats
 from jmp_lite._src.numerics.report import SHARES, OpStats
-from jmp_lite._src.numerics.runs import Observer, Operation
-from jmp_lite._src.numerics.shadows import Array
+from jmp_lite._src.numerics.runs import Array, Observer, Operation
 
 # Rounding alone makes errors up to this many roundings: a product of a thousand terms
 # has about one. A cancellation can have any number.
 ROUNDINGS = 32
 
+EXACT = frozenset((CAST, *named(Fact.MOVES | Fact.JOINS | Fact.EXACT)))
+"""Operations that round nothing if an operand has the dtype of the result: its numbers
+are those of the operands, as they are or with another sign."""
 
-_NO_ERROR = Tag(0.0, -1, False, NONE)
+
+class Tag(NamedTuple):
+    """What goes beside a value on the host; the larger one has the larger error."""
+
+    error: float  # of the policy's run, relative to float32
+    source: int  # the last site that rounded it, or what it is computed from; or -1
+    backward: bool  # whether it is of the backward pass
+
+
+NO_ERROR = Tag(0.0, -1, False)
 
 
 class Record(NamedTuple):
@@ -60,55 +76,39 @@ class Lockstep(Observer):
         self.limit = ROUNDINGS * float(jnp.finfo(low_dtype).eps)
         # Per site: of the two operands of a product that reads half, and of the result.
         self._records: list[list[Record | None]] = [[None] * 3 for _ in known]
-        self._origins = origins.OriginObserver()
-        self._overflow = NONE
+        # Whether what the program has in half itself is finite.
+        self.is_finite_in_half = True
 
     def observe(self, op: Operation) -> Sequence[Tag]:
         operands = [*op.tags, *op.also]
         for i, low in enumerate(op.multiplied):
             if op.ins[i] is not None:
                 operands[i] = self._read(op, i, low)
-        worst = max(operands, key=lambda x: (x.error, x.source), default=_NO_ERROR)
+        worst = max(operands, default=NO_ERROR)
         backward = self.known[op.site].direction == "backward"
         is_half = op.eqn_plan is not None and any(op.eqn_plan.half_out)
         dtype = self.half if is_half else ""
         tags = []
         for full, low in zip(op.outs, op.low_outs, strict=True):
-            origin = self._origin(op, full)
             if full is None or not trees.is_castable(full):
                 # A result that has no error passes on those of the operands.
-                tags.append(Tag(worst.error, worst.source, backward, origin))
+                tags.append(Tag(worst.error, worst.source, backward))
                 continue
             found, error = self._compare(full, low)
+            if found.nonfinite and dtypes.is_half(full.dtype):
+                self.is_finite_in_half = False
             added = _added_error(error, worst.error)
-            source = error_sources.find_source(
-                op, full, low, added, operands, self.limit
-            )
+            source = self._source(op, full, low, added, operands)
             self._add(op.site, 2, Record(found, error, added, backward, source, dtype))
-            tags.append(Tag(error, source, backward, origin))
+            tags.append(Tag(error, source, backward))
         return tags
 
-    def tag_argument(self, value: Array, index: int) -> Tag:
-        return _NO_ERROR._replace(origin=origins.of_argument(value, index))
-
     def tag_constant(self, value: Array) -> Tag:
-        return _NO_ERROR._replace(origin=self._origins.tag_constant(value))
+        return NO_ERROR
 
     def stack(self, tags: Sequence[Tag]) -> Tag:
-        worst = max(tags, key=lambda tag: tag.error, default=_NO_ERROR)
-        return worst._replace(
-            backward=any(tag.backward for tag in tags),
-            origin=origins.first([tag.origin for tag in tags]),
-        )
-
-    def first_nonfinite(self, tags: Sequence[Tag]) -> tuple[Array, OperandRanges]:
-        """Return the origin of non-finite numbers in the float32 run, and the ranges.
-
-        An overflow of an operation that the program has in half itself counts too, even
-        if it reaches none of the results, whose tags these are.
-        """
-        origin = origins.first([NONE, self._overflow, *(tag.origin for tag in tags)])
-        return origin, self._origins.ranges.get(int(origin[0]), ())
+        worst = max(tags, default=NO_ERROR)
+        return worst._replace(backward=any(tag.backward for tag in tags))
 
     def rows(self) -> Iterator[OpStats]:
         """Yield the statistics of each operation that has run, operands first."""
@@ -161,14 +161,25 @@ class Lockstep(Observer):
         self._add(op.site, i, Record(found, error, added, tag.backward, source, dtype))
         return tag._replace(error=error, source=source)
 
-    def _origin(self, op: Operation, full: Array | None) -> Array:
-        op = op._replace(tags=[tag.origin for tag in op.tags])
-        origin = self._origins.origin(op, full)
-        # Not by a constant: an infinite one may be where a maximum starts.
-        is_here = origin[0] == op.eqn_count and origin[1] == op.site
-        if is_here and full is not None and dtypes.is_half(full.dtype):
-            self._overflow = origins.first([self._overflow, origin])
-        return origin
+    def _source(
+        self, op: Operation, full: Array, low: Array, added: float, tags: Sequence[Tag]
+    ) -> int:
+        """Return the site that made the error of a result, `low` in the policy's run.
+
+        Operands, which have these tags, do not have the part `added`.
+        """
+        rounds, rounded = _rounds(op, low), [tag for tag in tags if tag.source >= 0]
+        if not rounded:
+            return op.site if low is not full and rounds else -1
+        worst = max(rounded)
+        if worst.error > self.limit or not rounds:
+            return worst.source
+        if added <= self.limit:
+            return op.site
+        with np.errstate(over="ignore"):
+            stored = np.asarray(full).astype(low.dtype)
+        is_own = _error_on_host(stored, np.asarray(full)) > self.limit
+        return op.site if is_own else worst.source
 
     def _add(self, site: int, which: int, record: Record) -> None:
         before = self._records[site][which]
@@ -183,7 +194,7 @@ class Lockstep(Observer):
         found = stats.value_stats_on_host(full, self.low_dtype)
         if low is full:
             return found, 0.0
-        return found, error_sources.error_on_host(np.asarray(low), full)
+        return found, _error_on_host(np.asarray(low), full)
 
 
 def _added_error(error: float, error_in: float) -> float:
@@ -200,4 +211,32 @@ def _compare(
     wide = np.promote_types(full.dtype, np.float32)
     low, wide_full = (x.astype(wide).ravel() for x in (low, full))
     found = stats.value_stats(full, low_dtype, histogram=True)
-    return found, error_sources.relative_error(low, wide_full, jnp)
+    return found, _relative_error(low, wide_full, jnp)
+
+
+def _rounds(op: Operation, low: Array) -> bool:
+    if not dtypes.is_half(low.dtype):
+        return False
+    was_half = any(x is not None and x.dtype == low.dtype for x in op.low_ins)
+    return not (op.eqn.primitive.name in EXACT and was_half)
+
+
+def _error_on_host(low: np.ndarray, full: np.ndarray) -> float:
+    """Return the relative error of NumPy arrays."""
+    full, low = (np.asarray(x, np.float64).ravel() for x in (full, low))
+    with np.errstate(all="ignore"):
+        return float(_relative_error(low, full, np))
+
+
+def _relative_error(low: Array, full: Array, xp: ModuleType) -> Array:
+    """Return `|low - full| / |full|` in the 2-norm, inf if only `low` is not finite."""
+    compared = xp.isfinite(full)
+    is_lost = (compared & ~xp.isfinite(low)).any()
+    compared &= xp.isfinite(low)
+    # Scaled by the largest number, so that squares neither overflow nor underflow.
+    size = xp.where(compared, xp.abs(full), 0.0).max(initial=0.0)
+    scale = xp.where(size > 0, size, 1.0)
+    norm = xp.linalg.norm(xp.where(compared, full, 0.0) / scale)
+    distance = xp.linalg.norm(xp.where(compared, low - full, 0.0) / scale)
+    error = xp.where(distance > 0, distance / norm, 0.0)
+    return xp.where(is_lost, xp.inf, error)

@@ -23,12 +23,10 @@ from jmp_lite._src.numerics.origins import (
     BY_CONSTANT,
     CONSTANT,
     NEVER,
-    OperandRanges,
     find,
     watch,
 )
-from jmp_lite._src.numerics.reference import check_has_values
-from jmp_lite._src.numerics.shadows import Array
+from jmp_lite._src.numerics.runs import Array, check_has_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,9 +145,7 @@ def first_nonfinite(fun: Callable[..., Any]) -> Callable[..., NonFinite | None]:
             " Of a gradient, call first_nonfinite(jax.grad(loss))(params). In jit, use "
             "track_nonfinite.",
         )
-        traced = _trace(fun, args, kwargs)
-        origin, ranges = find(traced)
-        return describe(traced, origin, ranges, (args, kwargs))
+        return locate(_trace(fun, args, kwargs), (args, kwargs))
 
     return run
 
@@ -254,10 +250,14 @@ def _tracker_of(traced: Traced, origin: Array, arguments: Any) -> NonFiniteTrack
     return NonFiniteTracker(origin, tuple(known), tuple(names))
 
 
-def describe(
-    traced: Traced, origin: Array, ranges: OperandRanges, arguments: Any
+def locate(
+    traced: Traced, arguments: Any, *, in_half: bool = False
 ) -> NonFinite | None:
-    """Return the operation at an origin, with the ranges of its operands."""
+    """Run a traced call on the host; return what made its first NaN or inf.
+
+    `in_half`: an operation in half counts even if its numbers reach no result.
+    """
+    origin, ranges = find(traced, in_half)
     found = _tracker_of(traced, origin, arguments).report()
     return found and dataclasses.replace(found, operands=ranges)
 

@@ -21,8 +21,14 @@ from jmp_lite._src.jaxprs.primitives import Fact, degrees, facts
 from jmp_lite._src.jaxprs.primitives import cases as cases_of
 from jmp_lite._src.jaxprs.tracing import Traced
 from jmp_lite._src.jaxprs.walk import Equation, Walker
-from jmp_lite._src.numerics.runs import Observer, Operation, Run, look
-from jmp_lite._src.numerics.shadows import Array, is_floating
+from jmp_lite._src.numerics.runs import (
+    Array,
+    Observer,
+    Operation,
+    Run,
+    is_floating,
+    look,
+)
 
 # How many iteration numbers an origin has, and how many operands a report.
 _LOOPS = 4
@@ -55,14 +61,18 @@ def watch(traced: Traced) -> tuple[list[Array], Array]:
     return [x for x, _ in outs], origin
 
 
-def find(traced: Traced) -> tuple[np.ndarray, OperandRanges]:
-    """Observe a traced function on the host: the earliest origin, the ranges there."""
+def find(traced: Traced, in_half: bool) -> tuple[np.ndarray, OperandRanges]:
+    """Observe a traced function on the host: the earliest origin, the ranges there.
+
+    `in_half`: operations in half are origins, too, if no result has their numbers.
+    """
     jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
-    observer = OriginObserver()
+    observer = _OriginObserver()
     run = Run(observer)
     cells = [run.cell(x, of_argument(x, i)) for i, x in enumerate(traced.args)]
     outs, _ = run.run(jaxpr, consts, cells)
-    origin = np.asarray(first([NONE, *(cell.tag for cell in outs)]))
+    inside = observer.in_half if in_half else NONE
+    origin = np.asarray(first([inside, *(cell.tag for cell in outs)]))
     return origin, observer.ranges.get(int(origin[0]), ())
 
 
@@ -86,15 +96,16 @@ class _Watcher(_Origins, Walker):
         ]
 
 
-class OriginObserver(_Origins, Observer):
+class _OriginObserver(_Origins, Observer):
     def __init__(self):
         # By `eqn_count`, of operations that are an origin.
         self.ranges: dict[int, OperandRanges] = {}
+        self.in_half = NONE  # the earliest origin that is in half
 
     def observe(self, op: Operation) -> list[Array]:
-        return [self.origin(op, out) for out in op.outs]
+        return [self._origin(op, out) for out in op.outs]
 
-    def origin(self, op: Operation, out: Array | None) -> Array:
+    def _origin(self, op: Operation, out: Array | None) -> Array:
         """Return the origin of one result of an operation, by those of its operands."""
         if out is None or _library(out).isfinite(out).all():
             return NONE
@@ -103,6 +114,9 @@ class OriginObserver(_Origins, Observer):
         if found[0] == op.eqn_count:
             floats = [x for x in op.ins if x is not None and is_floating(x)]
             self.ranges[op.eqn_count] = tuple(map(_range, floats[:_OPERANDS]))
+            # Not by a constant: an infinite one may be where a maximum starts.
+            if dtypes.is_half(out.dtype) and found[1] == op.site:
+                self.in_half = first([self.in_half, found])
         return found
 
 

@@ -1,35 +1,49 @@
-"""Run a jaxpr, and observe on the host every floating-point number that it computes.
+"""Run a jaxpr operation by operation, and observe every floating-point number in it.
 
-NumPy does the checking: compiling a check after each operation would take a minute for
-a model of two layers. Python runs loops and branches, so that each iteration is
-observed. The limits of `sites` apply.
+Beside each value is its *shadow*: what the run of a policy, if there is one, has in its
+place. Branches and loops are those of the values; Python runs them, so that each
+iteration is observed. The limits of `sites` apply.
+
+Each operation is computed as written, fused with no other. Compiling takes most of the
+time, so operations that compute the same share one program, and NumPy does the
+checking: to compile a check after each would take a minute for a model of two layers.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
+from jax.typing import ArrayLike
 
-from jmp_lite._src.autocast.emit import Emitter
+from jmp_lite._src import compat, fp8
+from jmp_lite._src.autocast.emit import Emitter, Rounded, Values
 from jmp_lite._src.autocast.storage import EqnPlan
 from jmp_lite._src.jaxprs import binding
-from jmp_lite._src.jaxprs.core import Eqn
+from jmp_lite._src.jaxprs.core import Eqn, Var
+from jmp_lite._src.jaxprs.interpret import Interpreter
 from jmp_lite._src.jaxprs.primitives import cases
-from jmp_lite._src.numerics.shadows import (
-    Array,
-    Cell,
-    PolicyRun,
-    is_floating,
-    read_by,
-    stored,
-)
+from jmp_lite._src.jaxprs.repeats import Piece
+from jmp_lite._src.jaxprs.structure import structure
+
+Array: TypeAlias = jax.Array | np.ndarray
+Shadow: TypeAlias = Array | Rounded
 
 # Larger arrays stay on their device.
 _MOST_ON_HOST = 2**22
+
+
+class Cell(NamedTuple):
+    """What a variable holds: its value, and what goes beside it."""
+
+    value: Any
+    # The value of the policy's run, perhaps this one; None if there is no policy.
+    shadow: Shadow | None
+    tag: Any  # the observer's
 
 
 class Operation(NamedTuple):
@@ -57,12 +71,14 @@ class Observer:
     stack: Callable[[Any], Any]  # of an array, and of its rows, from those of its rows
 
 
-class Run(PolicyRun):
-    """Runs a jaxpr on the device, and passes its operations to an observer."""
+class Run(Interpreter):
+    """Runs jaxprs on cells, shadows as an `Emitter` has them, and tells an observer."""
 
     def __init__(self, observer: Observer, emitter: Emitter | None = None):
-        super().__init__(emitter)
-        self.observer = observer
+        self.observer, self.emitter = observer, emitter
+        self.half_dtype = emitter and np.dtype(emitter.half_dtype)
+        # By the identity of an equation and its plan, which are kept alive.
+        self._programs: dict[tuple[int, int], Callable[..., _Computed]] = {}
 
     def cell(self, value: Array, tag: Any) -> Cell:
         """Return the cell of what came in, which is its own shadow."""
@@ -73,21 +89,51 @@ class Run(PolicyRun):
             value = np.asarray(value, var.aval.dtype)
         return self.cell(value, self.observer.tag_constant(value))
 
+    def enter(self, eqn, eqn_plan, cells):
+        if eqn_plan is None:
+            return cells
+        shadows = [cell.shadow for cell in cells]
+        read = values_of(self.half_dtype, eqn.invars, shadows).operands(eqn, eqn_plan)
+        given = zip(eqn.invars, read, shadows, strict=True)
+        entering = [
+            low if compat.is_literal(v) and x is v.val else x for v, x, low in given
+        ]
+        return _with_shadows(cells, entering)
+
+    def leave(self, eqn, eqn_plan, cells):
+        if eqn_plan is None:
+            return cells
+        shadows = [cell.shadow for cell in cells]
+        values = values_of(self.half_dtype, eqn.outvars, shadows)
+        if not eqn_plan.rule.is_arithmetic:
+            return _with_shadows(cells, values.read(eqn.outvars, eqn_plan.half_out))
+        values.write_results(eqn, eqn_plan, shadows)
+        return _with_shadows(cells, values.held(eqn.outvars))
+
     def run_eqn(self, eqn, eqn_plan, site, cells, moment, read):
         values, lows = [cell.value for cell in cells], [cell.shadow for cell in cells]
         also = [read(v) for v in self.also_reads(eqn, eqn_plan)]
         # A value that is its own shadow is computed once. In a loop it may be that in
         # the first iteration alone, and all iterations share one program.
-        is_own = [
-            not moment.loops and x is low for x, low in zip(values, lows, strict=True)
-        ]
-        given = [None if own else low for own, low in zip(is_own, lows, strict=True)]
-        others = [cell.shadow for cell in also]
-        outs, shadows, multiplied = self.compute(eqn, eqn_plan, values, given, others)
+        pairs = zip(values, lows, strict=True)
+        given = [None if x is low and not moment.loops else low for x, low in pairs]
+        is_changed = eqn_plan and (eqn_plan.is_changed or eqn_plan.bodies)
+        differs = is_changed or any(low is not None for low in given)
+        program = self._program(eqn, eqn_plan if differs else None)
+        with jax.disable_jit(False):  # under which nothing is compiled
+            computed = program(values, given, [cell.shadow for cell in also])
+        outs, shadows, multiplied = computed
         if self.emitter:
             pairs = zip(outs, shadows, strict=True)
             shadows = [x if low is None else low for x, low in pairs]
-        seen = _on_host()
+        low_ins, low_outs = _read_by(eqn_plan, lows), list(map(_stored, shadows))
+        arrays = [*values, *outs, *low_ins, *low_outs, *multiplied]
+        # Each once: what is its own shadow still is.
+        looked = {id(x): look(x) for x in arrays if x is not None and is_floating(x)}
+
+        def seen(arrays: Iterable[Array | None]) -> list[Array | None]:
+            return [looked.get(id(x)) for x in arrays]
+
         ins = seen(values)
         if cases(eqn.primitive.name, ins):
             ins[0] = look(values[0])
@@ -97,8 +143,8 @@ class Run(PolicyRun):
             eqn_plan=eqn_plan,
             ins=ins,
             outs=seen(outs),
-            low_ins=seen(read_by(eqn_plan, lows)),
-            low_outs=seen(map(stored, shadows)),
+            low_ins=seen(low_ins),
+            low_outs=seen(low_outs),
             multiplied=seen(multiplied),
             tags=[cell.tag for cell in cells],
             also=[cell.tag for cell in also],
@@ -107,6 +153,29 @@ class Run(PolicyRun):
         )
         tags = self.observer.observe(operation)
         return [Cell(*made) for made in zip(outs, shadows, tags, strict=True)]
+
+    def _program(self, eqn: Eqn, plan: EqnPlan | None) -> Callable[..., "_Computed"]:
+        """Return what runs an equation; equal ones share what JAX has compiled."""
+        key = id(eqn), id(plan)
+        if key in self._programs:
+            return self._programs[key]
+        if compat.jaxprs_of(eqn):
+            # They may hold arrays, which JAX would keep after the run.
+            run = functools.partial(_run, eqn, plan, self.half_dtype, self.emitter)
+            program = jax.jit(run, compiler_options=compat.quick_compiler_options())
+        else:
+            piece = Piece(eqn.source_info, [eqn], eqn.invars, eqn.outvars)
+            same = structure(piece, functools.partial(_decides, plan=plan))
+            half_dtype = self.half_dtype if plan else None
+            operation = _Operation(half_dtype, same, eqn, plan)
+            program = functools.partial(_shared(), operation)
+        self._programs[key] = program
+        return program
+
+    @staticmethod
+    def also_reads(eqn, eqn_plan):
+        operands = eqn_plan.rule.operands(eqn) if eqn_plan else ()
+        return [v for v in operands if all(v is not var for var in eqn.invars)]
 
     def scan(self, eqn, eqn_plan, body, split, moment):
         (consts, carry, xs), eqn_count = split, moment.eqn_count
@@ -120,8 +189,9 @@ class Run(PolicyRun):
             return [*carry, *ys[num_carry:]], eqn_count
         in_order = slice(None, None, -1 if eqn.params["reverse"] else 1)
         for i in range(length)[in_order]:
+            rows = [_row(cell, np.int32(i)) for cell in xs]
             now = moment.inside(eqn_count, i)
-            outs, eqn_count = body([*consts, *carry, *_rows(xs, i)], now)
+            outs, eqn_count = body([*consts, *carry, *rows], now)
             carry = outs[:num_carry]
             made.append(outs[num_carry:])
         ys = map(self._stack, zip(*made[in_order], strict=True))
@@ -146,19 +216,130 @@ class Run(PolicyRun):
         return Cell(_stacked(values), shadow, self.observer.stack(tags))
 
 
-def _on_host() -> Callable[[Iterable[Array | None]], list[Array | None]]:
-    """Return a function of arrays: those of numbers as `look` has them, each once."""
-    looked: dict[int, Array] = {}
+class _Computed(NamedTuple):
+    outs: Sequence[jax.Array]
+    shadows: Sequence[Shadow | None]  # None for a result that is its own
+    # Of a product in half, its operands as they are multiplied.
+    multiplied: Sequence[jax.Array]
 
-    def seen(arrays: Iterable[Array | None]) -> list[Array | None]:
-        return [
-            looked.setdefault(id(x), look(x))
-            if x is not None and is_floating(x)
-            else None
-            for x in arrays
-        ]
 
-    return seen
+@dataclasses.dataclass(frozen=True)
+class _Operation:
+    """An equation and its plan: equal to others that compute the same."""
+
+    half_dtype: np.dtype | None  # None without a plan
+    key: Hashable
+    eqn: Eqn = dataclasses.field(compare=False)
+    eqn_plan: EqnPlan | None = dataclasses.field(compare=False)
+
+
+@functools.cache
+def _shared() -> Callable[..., _Computed]:
+    def run(operation: _Operation, *cells: Any) -> _Computed:
+        eqn, plan = operation.eqn, operation.eqn_plan
+        return _run(eqn, plan, operation.half_dtype, None, *cells)
+
+    options = compat.quick_compiler_options()
+    return jax.jit(run, static_argnums=0, compiler_options=options)
+
+
+def _run(
+    eqn: Eqn,
+    plan: EqnPlan | None,
+    half_dtype: np.dtype | None,
+    emitter: Emitter | None,
+    values: Sequence[jax.Array],
+    shadows: Sequence[Shadow | None],
+    also: Sequence[Any],
+) -> _Computed:
+    """Run an equation.
+
+    `shadows` are None for operands that are their own, `also` what the policy's run
+    reads beside them.
+    """
+    outs = binding.bind(eqn, values)
+    if plan is None and all(low is None for low in shadows):
+        return _Computed(outs, [None] * len(outs), [])
+    pairs = zip(values, shadows, strict=True)
+    lows: list[Any] = [x if low is None else low for x, low in pairs]
+    if plan is None:
+        return _Computed(outs, binding.bind(eqn, lows), [])
+    of_policy = values_of(half_dtype, eqn.invars, lows)
+    of_policy.hold(Run.also_reads(eqn, plan), also)
+    if emitter:
+        results = emitter.run_eqn(eqn, plan, of_policy)
+    else:
+        results = binding.call(eqn, plan.rule.run, eqn, plan, of_policy)
+    multiplied = []
+    if plan.is_half_product:
+        for i, x in enumerate(of_policy.read(eqn.invars, plan.half_in)[:2]):
+            if plan.rule.is_fp8:
+                multiplied.append(fp8.rounded(x, plan.rule.dtypes[i])[0])
+            else:
+                multiplied.append(x.astype(half_dtype))
+    of_policy.write_results(eqn, plan, results)
+    return _Computed(outs, of_policy.held(eqn.outvars), multiplied)
+
+
+def _decides(eqn: Eqn, plan: EqnPlan | None) -> tuple[Hashable, Sequence[Var]]:
+    if plan is None:
+        return None, ()
+    what = type(plan.rule), plan.rule.decides, plan.half_in, plan.half_out
+    return (*what, plan.bounded), Run.also_reads(eqn, plan)
+
+
+def values_of(
+    half_dtype: Any, variables: Sequence[Var], shadows: Sequence[Any]
+) -> Values:
+    """Return the values of variables in the policy's run, but for literals."""
+    values = Values(half_dtype)
+    pairs = zip(variables, shadows, strict=True)
+    pairs = [(v, x) for v, x in pairs if not compat.is_literal(v)]
+    values.hold([v for v, _ in pairs], [x for _, x in pairs])
+    return values
+
+
+def _read_by(
+    eqn_plan: EqnPlan | None, shadows: Sequence[Shadow | None]
+) -> list[Array | None]:
+    """Return operands as the policy's run reads them.
+
+    Arithmetic may read what is stored in half before it is rounded.
+    """
+    if eqn_plan is None:
+        return list(map(_stored, shadows))
+    is_exact = [eqn_plan.rule.is_arithmetic and not half for half in eqn_plan.half_in]
+    return [
+        x.inner if exact and isinstance(x, Rounded) else _stored(x)
+        for x, exact in zip(shadows, is_exact, strict=True)
+    ]
+
+
+def _stored(shadow: Shadow | None) -> Array | None:
+    """Return a value of the policy's run as it is stored."""
+    return shadow.stored if isinstance(shadow, Rounded) else shadow
+
+
+def _with_shadows(cells: Sequence[Cell], shadows: Sequence[Any]) -> list[Cell]:
+    pairs = zip(cells, shadows, strict=True)
+    return [cell._replace(shadow=shadow) for cell, shadow in pairs]
+
+
+def check_has_values(args: object, caller: str, more: str = "") -> None:
+    """Raise if an argument is traced, or a shape: a run reads values."""
+    for x in jax.tree.leaves(args):
+        if isinstance(x, Tracer | jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{caller} runs the function operation by operation, and reads values, "
+                f"got {type(x).__name__}: call it on arrays, outside of jax.jit and "
+                f"jax.grad.{more}"
+            )
+
+
+def is_floating(x: ArrayLike) -> bool:
+    """Return whether a value is an array of floating or complex numbers."""
+    aval = jax.typeof(x)
+    return isinstance(aval, ShapedArray) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def look(x: Array) -> Array:
@@ -173,19 +354,19 @@ def _is_here(x: jax.Array) -> bool:
     return is_number and (x.is_fully_addressable or x.is_fully_replicated)
 
 
-def _rows(xs: Sequence[Cell], i: int) -> list[Cell]:
-    """Return row `i` of each array: a view of what `_stacked` made."""
-    arrays, tree = jax.tree.flatten([(x.value, x.shadow) for x in xs])
-    on_device = [x for x in arrays if isinstance(x, jax.Array)]
-    rows = iter(_row(on_device, np.int32(i)) if on_device else ())
-    taken = [next(rows) if isinstance(x, jax.Array) else x[i] for x in arrays]
-    pairs = zip(jax.tree.unflatten(tree, taken), xs, strict=True)
-    return [Cell(x, shadow, cell.tag) for (x, shadow), cell in pairs]
+def _row(cell: Cell, i: np.int32) -> Cell:
+    """Return row `i` of an array: a view of what `_stacked` made."""
+
+    def row(x: Array) -> Array:
+        return _row_on_device(x, i) if isinstance(x, jax.Array) else x[i]
+
+    value, shadow = jax.tree.map(row, (cell.value, cell.shadow))
+    return Cell(value, shadow, cell.tag)
 
 
 @jax.jit
-def _row(arrays: list[jax.Array], i: np.int32) -> list[jax.Array]:
-    return [jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for x in arrays]
+def _row_on_device(x: jax.Array, i: np.int32) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 
 
 def _stacked(rows: Sequence[Array]) -> Array:

@@ -55,9 +55,8 @@ class Program:
         wide = {jnp.dtype(jnp.float32), jnp.dtype(jnp.float64)} - {self.compute_dtype}
         if wide.isdisjoint(x.dtype for x in operands):
             return False
-        # Angles of RoPE are outer products of positions and frequencies.
-        is_angle = any(x.range and x.range.is_position for x in operands)
-        if is_angle or products.is_outer(product.eqn):
+        # As angles of RoPE, of positions and frequencies.
+        if products.is_outer(product.eqn):
             return False
         is_default = fp8.is_default_precision(product.eqn.params.get("precision"))
         return is_default and self.region_of(product).is_half
