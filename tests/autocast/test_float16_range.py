@@ -118,10 +118,8 @@ def test_a_loop_keeps_half_probabilities_alone(policy, recompute):
 
 # How far the values are from zero, and how large. float16 ends at 65504.
 CASES = [
-    (gelu, 0, 1),
     (gelu, 0, 1e-3),
     (layer_norm, 0, 1e-3),
-    (layer_norm, 500, 1),
     (layer_norm, 20_000, 1),
     *((m, 0, 1e6) for m in (fast_layer_norm, rms_norm_and_silu, batch_norm_and_relu)),
 ]
@@ -268,17 +266,6 @@ def test_gradients_are_finite_without_deviation_and_not_of_infinities(factor):
 
     _, grads = gradients(autocast(loss, "mixed_float16"), W, V)
     assert all(np.all(np.isfinite(g)) == (factor == 0) for g in grads)
-
-
-def test_what_a_segment_casts_is_in_the_scope_of_what_made_it():
-    def loss(w, v, x):
-        with jax.named_scope("block"):
-            return jnp.mean(jax.nn.gelu(x @ w) @ v * WEIGHTS)
-
-    jaxpr = jaxprs.trace(autocast(loss, "mixed_float16"), W, V, X)
-    casts = [x for x in jaxpr.eqns if x.primitive.name == "convert_element_type"]
-    assert len(casts) >= 3
-    assert all("block" in str(eqn.source_info.name_stack) for eqn in casts)
 
 
 def test_a_call_without_results_in_a_loop_is_left_alone():
@@ -462,35 +449,3 @@ def test_what_a_loop_carries_keeps_its_range(name, policy):
     loss, w = LOOPS[name]
     for fun in (autocast(jax.grad(loss), policy), jax.grad(autocast(loss, policy))):
         assert error(fun(w), jax.grad(loss)(w)) < 2e-2
-
-
-@IN_HALVES
-def test_a_row_of_a_loop_with_one_far_number_has_the_digits_of_the_others(policy):
-    def loss(w):
-        def layer(h, _):
-            return h + rms_norm(jnp.tanh(h)) @ w / 4, None
-
-        h, _ = lax.scan(layer, jnp.where(MASK, X, -1e4), length=3)
-        return jnp.mean(jnp.where(MASK, h, 0) ** 2)
-
-    # XLA for CPUs itself sums in half from jaxlib 0.11.2 on: docs/trouble.
-    option = {"xla_cpu_experimental_ynn_fusion_type": ""}
-    grad, expected = (
-        jax.jit(jax.grad(f), compiler_options=option)(W)
-        for f in (autocast(loss, policy), loss)
-    )
-    assert error(grad, expected) < 6e-3
-
-
-@IN_HALVES
-@pytest.mark.parametrize(("large", "small"), [(1e5, 1e-5), (1e-10, 1e9), (1e-5, 1e5)])
-def test_a_loop_carries_what_is_beyond_float16(large, small, policy):
-    def loss(w):
-        def step(h, x):
-            h = h + large * (x @ w)
-            return h, jnp.tanh(small * h).mean()
-
-        return lax.scan(step, jnp.zeros((8, N)), abs(X[:4, :8]))[1].sum()
-
-    found = jax.grad(autocast(loss, policy))(W)
-    assert error(found, jax.grad(loss)(W)) < 1e-2

@@ -320,13 +320,3 @@ def test_tools_look_into_auto_axes():
         errors = [x.error for x in numerics.dry_run(loss, "mixed_float16")(*args).rows]
         assert 0 < max(errors) < 0.01
         assert numerics.first_nonfinite(cast)(*args) is None
-
-
-def test_products_in_fp8_in_auto_axes():
-    case, mesh = CASES["between auto_axes"], _mesh()
-    with jax.set_mesh(mesh):
-        args = _laid_out(case, mesh)
-        cast = autocast(_loss_of(case.fun), "mixed_fp8", fp8_min_size=8)
-        with pytest.warns(UserWarning, match="an explicit sharding|slower"):
-            found = _types(_gradient(cast, 2), args)
-        assert found == _types(_gradient(_loss_of(case.fun), 2), args)

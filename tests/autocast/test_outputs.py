@@ -91,6 +91,7 @@ CALLS = {
 }
 
 
+@pytest.mark.one_of("policy", "recompute")
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("read", [0, 1])
