@@ -129,12 +129,6 @@ def _mask(size: int) -> np.ndarray:
     return np.where(later, np.finfo(np.float32).min, 0).astype(np.float32)
 
 
-def _chosen(x: Any, mask: Any) -> jax.Array:
-    h = x @ (W / 8) @ (W.T / 8)
-    logits = h @ jnp.swapaxes(h, -1, -2)
-    return jnp.mean((jax.nn.softmax(jnp.where(mask < 0, mask, logits)) @ h) ** 2)
-
-
 def _read_in_half(x: Any, mask: Any) -> jax.Array:
     logits = x @ jnp.swapaxes(x, -1, -2) / 16 + mask
     masked = jnp.maximum(logits - jnp.max(logits, -1, keepdims=True), -5)
@@ -143,7 +137,6 @@ def _read_in_half(x: Any, mask: Any) -> jax.Array:
 
 MASKED = {
     "argument": _attention,
-    "chosen": _chosen,
     "read in half": _read_in_half,
     "constant": lambda x, mask: _attention(x, jnp.asarray(_mask(x.shape[1]))[None]),
     "scanned": lambda x, mask: lax.map(lambda x: _attention(x[None], mask), x).sum(),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jaxprs
 import numpy as np
 import pytest
-from arrays import error, in_float64, largest_error
+from arrays import error, largest_error
 from backward_pass import (
     check_recomputed,
     gelu,
@@ -136,18 +136,6 @@ def test_gradients_have_about_the_error_of_float32(model, offset, scale):
     np.testing.assert_allclose(*values, rtol=1e-4, atol=1e-6)
 
 
-def softmax_by_hand(w, b):
-    z = X @ w * 20
-    p = jnp.exp(z - jnp.max(z, -1, keepdims=True))
-    return jnp.mean(((p / jnp.sum(p, -1, keepdims=True) - 0.1) * b) ** 2) / 1e6
-
-
-def two_streams(w, b):
-    x = X @ w
-    y = x + X @ w[::-1] * 1000
-    return jnp.mean((y - x * 1000) ** 2) / 1e6 + jnp.mean(jnp.tanh(y / 1000 + b / 1e4))
-
-
 def folded_batch_norm(w, b):
     """The sum of a product and a parameter is a difference."""
     scale = 1 / jnp.sqrt(1 + b / 5000)
@@ -167,13 +155,10 @@ def _read(h):
     return jnp.mean(jnp.tanh(h) @ V * WEIGHTS)
 
 
-_NAMED = [softmax_by_hand, two_streams, folded_batch_norm, called_norm]
+_NAMED = [folded_batch_norm, called_norm]
 EXACT = {fun.__name__: fun for fun in _NAMED} | {
     # Differences of which each operand is far from zero.
     "far targets": lambda w, b: jnp.mean((X @ w + b - 5000 - WEIGHTS) ** 2),
-    "behind an activation": lambda w, b: jnp.mean(
-        (jnp.tanh(X @ w) * 100 + b - 5000 - 30 * WEIGHTS) ** 2
-    ),
     "a phase": lambda w, b: _read(
         jnp.sin(jnp.cumsum(jnp.exp(jnp.tanh(X @ w)), 1) * b / 100)
     ),
@@ -290,14 +275,15 @@ def test_a_call_without_results_in_a_loop_is_left_alone():
 
 ROWS, OF_ROWS = X.reshape(-1, N), WEIGHTS.reshape(-1, N)
 SCALE = 256.0  # of the loss, for float16
+LARGE = 3e4
 
 
 def product(cast: Any, x: Any, w: Any) -> Any:
     return (cast(x) @ cast(w)).astype(jnp.float32)
 
 
-def gain_of_product(cast: Any, large: float) -> Any:
-    w = jnp.abs(W).at[:, 0].set(0.0).at[0].set(0.0).at[0, 0].set(large)
+def gain_of_product(cast: Any) -> Any:
+    w = jnp.abs(W).at[:, 0].set(0.0).at[0].set(0.0).at[0, 0].set(LARGE)
     x = jnp.abs(ROWS).at[:, 0].set(1.0)  # so x @ w has a column of large numbers
 
     def loss(gain):
@@ -307,23 +293,22 @@ def gain_of_product(cast: Any, large: float) -> Any:
     return loss
 
 
-def gain_of_carry(cast: Any, large: float) -> Any:
+def gain_of_carry(cast: Any) -> Any:
     def loss(gain):
         def layer(h, _):
             out = product(cast, rms_norm(h) * gain, jnp.abs(V))
             return h.at[:, 1:].add(jnp.tanh(out)[:, 1:]), out
 
-        first = jnp.abs(ROWS).at[:, 0].set(large)
+        first = jnp.abs(ROWS).at[:, 0].set(LARGE)
         return (lax.scan(layer, first, length=2)[1] * jnp.abs(OF_ROWS)).mean() * SCALE
 
     return loss
 
 
-def check(make: Any, half: str, *args: Any) -> None:
+def check(make: Any, half: str, param: Any) -> None:
     """Check that the error of autocast is at most twice that of casts by hand."""
-    *settings, param = args
-    plain = make(jnp.asarray, *settings)
-    by_hand = make(lambda x: jnp.asarray(x).astype(half), *settings)
+    plain = make(jnp.asarray)
+    by_hand = make(lambda x: jnp.asarray(x).astype(half))
     exact, found, rounded = (
         jax.jit(jax.grad(fun))(param)[1:]  # the other channels
         for fun in (plain, autocast(plain, f"mixed_{half}"), by_hand)
@@ -331,7 +316,6 @@ def check(make: Any, half: str, *args: Any) -> None:
     assert error(found, exact) < 2 * error(rounded, exact)
 
 
-@pytest.mark.parametrize("large", [1.0, 3e4])
 @pytest.mark.parametrize(
     ("make", "half"),
     [
@@ -340,13 +324,16 @@ def check(make: Any, half: str, *args: Any) -> None:
         (gain_of_carry, "bfloat16"),
     ],
 )
-def test_a_channel_of_large_numbers_costs_the_others_no_digits(make, half, large):
-    gain = jnp.full(N, large / 8, jnp.float32).at[0].set(0.125)
-    check(make, half, large, gain)
+def test_a_channel_of_large_numbers_costs_the_others_no_digits(make, half):
+    gain = jnp.full(N, LARGE / 8, jnp.float32).at[0].set(0.125)
+    check(make, half, gain)
 
 
 def test_a_sum_over_the_batch_costs_small_rows_no_digits():
-    def make(cast, x):
+    sizes = 10 ** np.random.default_rng(0).uniform(-3, 3, (len(ROWS), 1))
+    x = (ROWS * sizes).astype(np.float32)
+
+    def make(cast):
         def loss(w):
             h = product(cast, x, w)
             total = jnp.square(h.mean(0)).sum() * 1e-6
@@ -354,13 +341,13 @@ def test_a_sum_over_the_batch_costs_small_rows_no_digits():
 
         return loss
 
-    sizes = 10 ** np.random.default_rng(0).uniform(-3, 3, (len(ROWS), 1))
-    check(make, "float16", (ROWS * sizes).astype(np.float32), W)
+    check(make, "float16", W)
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@pytest.mark.parametrize("large", [1.0, 1e20])
-def test_squares_beyond_float32_cost_a_carry_nothing(large, half):
+def test_squares_beyond_float32_cost_a_carry_nothing(half):
+    large = 1e20
+
     def make(cast):
         def loss(w):
             def step(h, _):
@@ -374,29 +361,6 @@ def test_squares_beyond_float32_cost_a_carry_nothing(large, half):
         return loss
 
     check(make, half, W)
-
-
-@IN_HALVES
-@pytest.mark.parametrize("offset", [0.0, 1e4])
-def test_a_loop_whose_carry_is_far_from_zero_keeps_its_distance_from_it(policy, offset):
-    """As by hand with a float32 carry, of which the backward pass keeps half."""
-    weights = np.stack([W, W[::-1], W.T]).astype(np.float32)
-
-    def loss(weights, dtype=None):
-        def step(h, w):
-            g = h - jnp.mean(h, -1, keepdims=True)
-            g = g * lax.rsqrt(jnp.mean(g * g, -1, keepdims=True) + 1e-6)
-            y = g.astype(dtype) @ w.astype(dtype) if dtype else g @ w
-            return h + jnp.tanh(y.astype(h.dtype)), None
-
-        h = lax.scan(step, jnp.asarray(X, weights.dtype) + offset, weights)[0]
-        return jnp.mean((h - offset) ** 2)
-
-    half = policy.removeprefix("mixed_")
-    exact = in_float64(jax.grad(loss), weights)
-    found = jax.jit(jax.grad(autocast(loss, policy)))(weights)
-    by_hand = jax.grad(functools.partial(loss, dtype=half))(weights)
-    assert error(found, exact) < 1.5 * error(by_hand, exact)
 
 
 def beyond_float16(large, small):

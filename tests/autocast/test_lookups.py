@@ -127,10 +127,6 @@ EXACT: dict[str, Callable[..., Any]] = {
     "returned": lambda x, _, weights: (x, stream(x, weights)),
     # Of a norm alone: the stream begins behind it.
     "normed": lambda x, _, weights: stream(norm(x) @ weights[0], weights),
-    "factorized": lambda x, others, weights: (
-        jnp.sum(x * others, -1),
-        TABLE @ weights[0],
-    ),
 }
 
 

@@ -107,20 +107,6 @@ def test_the_backward_pass_keeps_half_values_that_are_stored_anyway(name, half):
     assert len(held(recompute=False)) > KEPT[name]
 
 
-def test_an_activation_that_is_returned_is_a_result():
-    def fun(w, gain, x):
-        h = jax.nn.gelu(x @ w[0])
-        return _loss(lambda *_: h @ w[1] @ w[0]), h
-
-    (grad, h), (expected, of_fun) = (
-        # Not as one program, in which newer XLA for CPUs sums in bfloat16.
-        jax.grad(f, has_aux=True)(*_arguments())
-        for f in (autocast(fun, "mixed_bfloat16"), fun)
-    )
-    assert error(grad, expected) < 0.02
-    assert error(h, of_fun) < 0.01
-
-
 def _dropped_out(w, gain, x):
     h = jax.nn.gelu(x @ w[0] + gain)
     is_kept = jax.random.bernoulli(jax.random.key(1), 0.9, h.shape)
@@ -165,16 +151,14 @@ def test_what_is_kept_of_an_activation(fun, options, expected):
     assert _kept(fun, **options) == expected
 
 
-@pytest.mark.one_of("policy")
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", REDUCE_FLOAT32])
-def test_no_product_is_computed_again(policy):
+def test_no_product_is_computed_again():
     model = MODELS["gated before a product"]
 
     def count(fun):
         grad = jax.jit(jax.grad(functools.partial(_loss, fun), (0, 2)))
         return str(grad.lower(*_arguments()).compile().as_text()).count(" dot(")
 
-    assert count(autocast(model, policy)) == count(model)
+    assert count(autocast(model, "mixed_bfloat16")) == count(model)
 
 
 def test_what_a_product_has_cast_of_a_weight_is_not_cast_again():
@@ -339,38 +323,6 @@ def test_layers_that_differ_share_nothing(change):
     assert len(of_each) == len({eqn.params["jaxpr"] for eqn in of_each}) == 2
 
 
-@pytest.mark.one_of("half", "half_results")
-@pytest.mark.parametrize(
-    ("half", "half_results"),
-    [("bfloat16", True), ("float16", True), ("float16", False)],
-)
-@pytest.mark.parametrize(
-    "name", ["gated", "layer_norm", "gelu before a product", "equal layers"]
-)
-def test_gradients_of_one_sign_are_summed_in_float32(name, half, half_results):
-    """In bfloat16, a sum of more than 256 equal terms stops growing."""
-    w, gain, x = map(jnp.abs, _arguments())
-    x = jnp.broadcast_to(x[:1, :1], (64, 64, N)) / N
-    model = (MODELS | {"equal layers": _layers})[name]
-
-    def loss(fun, *args):
-        # Of one sign behind a norm as well, whose results have a mean of 0. It is
-        # large enough for the gradients of float16.
-        return jnp.sum(jnp.square(fun(*args))) / 64
-
-    def grads(fun, *args):
-        grad = jax.grad(functools.partial(loss, fun), argnums=(0, 1))
-        # XLA for CPUs itself sums in half from jaxlib 0.11.2 on: docs/trouble.
-        option = {"xla_cpu_experimental_ynn_fusion_type": ""}
-        return jax.jit(grad, compiler_options=option)(*args)
-
-    cast = autocast(model, f"mixed_{half}", half_results=half_results)
-    with jax.enable_x64(True):
-        exact = grads(model, *(jnp.asarray(a, jnp.float64) for a in (w, gain, x)))
-    eps = float(jnp.finfo(half).eps)
-    assert largest_error(grads(cast, w, gain, x), exact) < 6 * eps
-
-
 def test_ordered_effects_keep_their_order():
     seen = []
 
@@ -384,29 +336,6 @@ def test_ordered_effects_keep_their_order():
     jax.jit(autocast(fun, "mixed_bfloat16"))(*_arguments())
     jax.effects_barrier()
     assert seen == ["result", "input"]
-
-
-@pytest.mark.parametrize("name", ["layer_norm", "gated before a product"])
-def test_derivatives_of_gradients_have_every_term(name):
-    args = _arguments()
-
-    def derivatives(fun):
-        def penalty(*args):
-            grads = jax.grad(functools.partial(_loss, fun), (0, 2))(*args)
-            return sum(jnp.sum(g.astype(jnp.float32) ** 2) for g in grads)
-
-        def all_of_them(*args):
-            return jax.grad(penalty, (0, 1, 2))(*args), jax.jvp(fun, args, args)[1]
-
-        return jax.jit(all_of_them)(*args)
-
-    exact, along = derivatives(MODELS[name])
-    for recompute in (False, True):
-        grads, tangents = derivatives(
-            autocast(MODELS[name], "mixed_bfloat16", recompute=recompute)
-        )
-        assert largest_error(grads, exact) < 0.05
-        assert error(tangents, along) < 0.02
 
 
 @pytest.mark.one_of("half")

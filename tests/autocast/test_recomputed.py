@@ -141,7 +141,6 @@ BODIES = {
     "residual": _residual,
     "norm": _norm,
     "attention": _attention,
-    "numbers": lambda w, y: 0.5 * (1 - (y @ w)) * 1.7 + y / (1 + jnp.abs(y @ w)),
     "rolled": lambda w, y: jax.lax.scan(
         lambda y, _: (jnp.sin(y @ w) + y, None), y, length=2
     )[0],

@@ -54,7 +54,6 @@ def scaled_in_shard_map(w, g):
 PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "times": _net(lambda h, g: h * g),
     "divided": _net(lambda h, g: h / g),
-    "dividing": _net(lambda h, g: g / (h + 4.0)),
     "times_and_plus": _net(lambda h, g: h * g + g),
     "times_a_row_of_h": _net(lambda h, g: h * (h[:1] * g)),
     "in_jit": _net(jax.jit(lambda h, g: h * g)),
@@ -185,11 +184,9 @@ def _normalized(h: Any) -> Any:
 # Functions of an array that `jet` can differentiate without autocast.
 SMOOTH: dict[str, Callable[[Any], Any]] = {
     "returned": lambda x: jnp.tanh(x @ W + ROW) @ W,
-    "mean": lambda x: jnp.mean((jnp.tanh(x @ W) @ W) ** 2),
     "norm": lambda x: _normalized(x @ W) @ W,
     "softmax": lambda x: jax.nn.softmax((x @ W) @ (x @ W).T) @ (x @ W),
     "take": lambda x: jnp.take(jnp.tanh(x @ W), np.asarray([0, 0, 2]), axis=0) @ W,
-    "broadcast": lambda x: jnp.broadcast_to(jnp.tanh(x @ W)[None], (2, 4, 8)) @ W,
     "jit": jax.jit(lambda x: jnp.tanh(x @ W) @ W),
 }
 
