@@ -254,6 +254,7 @@ def test_the_bias_of_a_convolution_is_added_before_it_is_rounded(half):
     assert first.outvars[0].aval.dtype == jnp.float32
 
 
+@pytest.mark.one_of("half")
 @IN_HALVES
 @pytest.mark.parametrize("place", [lambda fun: fun, jax.checkpoint, jax.jit])
 def test_the_mask_of_a_relu_is_read_off_its_result(half: str, place: Any) -> None:

@@ -144,6 +144,7 @@ def _scaled(program: Program, mode: Mode, run: Any) -> Any:
     return lambda *args: SCALES[mode.half] * run(program, *args)
 
 
+@functools.lru_cache(maxsize=1)
 def _oracle(program: Program, mode: Mode) -> Callable[[dict[str, Any], float], Results]:
     """Return the program in float64, as a function of arguments and the grid."""
 
@@ -250,7 +251,7 @@ def _largest(found: dict[str, float] | None) -> float:
 # how large its errors are.
 
 
-@hypothesis.settings(max_examples=12, derandomize=True, database=None)
+@hypothesis.settings(max_examples=6, derandomize=True, database=None)
 @hypothesis.given(random_programs.programs(max_ops=4), st.sampled_from(MODES))
 def test_a_random_program_keeps_its_digits(program, mode):
     check(program, mode)
@@ -287,8 +288,6 @@ OFFSETS = {
     "then_a_mean": Program(
         (Op("product"), Op("add_argument", 1), Op("minus_mean")), "mean_square"
     ),
-    "in_a_softmax": Program((Op("product"), Op("add_constant", 1)), "cross_entropy"),
-    "far_targets": Program((Op("product"), Op("add_number", 5)), "squared_error_far"),
     "in_a_loop": Program(
         (Op("sum_in_scan", 0, (Op("product"), Op("affine", 3), Op("minus_mean"))),),
         "mean",

@@ -139,7 +139,7 @@ def test_derivatives_of_gradients_of_casts_by_hand(reduce_dtype, half) -> None:
     check(low, by_hand(np.float64), ORDERS, half)
 
 
-def _second(low: Callable[[Any], Any], is_row: bool) -> Any:
+def _second(low: Callable[[Any], Any]) -> Any:
     """Return what derives a residual stream's loss twice, for a size of the loss."""
     rng = np.random.default_rng(0)
     w, v, x, of = (rng.standard_normal(s).astype("f") for s in [(32, 32)] * 4)
@@ -147,7 +147,7 @@ def _second(low: Callable[[Any], Any], is_row: bool) -> Any:
     @low
     def loss(w, x, size):
         def layer(h, _):
-            scale = lax.rsqrt(jnp.mean(h * h, -1, keepdims=True)) if is_row else 1.0
+            scale = lax.rsqrt(jnp.mean(h * h, -1, keepdims=True))
             return h + jnp.tanh(h * scale @ w / 6) @ v / 6, None
 
         return jnp.mean(lax.scan(layer, x, None, length=3)[0] * of) * size
@@ -161,18 +161,16 @@ def _second(low: Callable[[Any], Any], is_row: bool) -> Any:
     return second
 
 
-@pytest.mark.parametrize("is_row", [True, False])
 @pytest.mark.parametrize(
     ("policy", "sizes"),
     [
-        ("mixed_bfloat16", [1.0, 1e-6, 1e6]),  # float16 has no such numbers
+        ("mixed_bfloat16", [1e-6, 1e6]),  # float16 has no such numbers
         ("mixed_float16", [1.0]),
     ],
 )
-def test_what_a_loop_keeps_in_two_bytes_has_second_derivatives(policy, sizes, is_row):
-    """JAX forgets rules of `jax.custom_jvp` in parts of a checkpoint in a loop."""
-    expected = _second(lambda loss: loss, is_row)(1.0)
-    second = _second(lambda loss: autocast(loss, policy), is_row)
+def test_second_derivatives_of_a_norm_in_a_loop(policy, sizes):
+    expected = _second(lambda loss: loss)(1.0)
+    second = _second(lambda loss: autocast(loss, policy))
     for size in sizes:
         assert largest_error(second(size), expected) < 0.06, size
 
