@@ -36,12 +36,6 @@ GAIN, X = 1 + _normal(N) / 10, _normal(8, 32, N)
 WEIGHTS = _normal(8, 32, N)
 
 
-def fast_layer_norm(h, w, gain):
-    """As flax has it: the variance is a difference."""
-    mean, squares = jnp.mean(h, -1, keepdims=True), jnp.mean(h**2, -1, keepdims=True)
-    return (h - mean) * lax.rsqrt(squares - mean**2 + 1e-6) * gain @ w
-
-
 IN_HALVES = pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 
 
@@ -75,11 +69,7 @@ def _held(fun: Any, *args: Any, policy="mixed_float16", **options: Any) -> list[
 
 @pytest.mark.one_of("policy")
 @IN_HALVES
-@pytest.mark.parametrize(
-    "model",
-    [fast_layer_norm, rms_norm_and_silu, jax.jit(layer_norm)],
-    ids=["fast_layer_norm", "rms_norm_and_silu", "layer_norm in a call"],
-)
+@pytest.mark.parametrize("model", [rms_norm_and_silu, jax.jit(layer_norm)], ids=_name)
 def test_a_loop_computes_again_what_is_between_its_products(model, policy):
     loss = functools.partial(_in_a_loop, model)
     options = {"policy": policy, "half_results": True}
@@ -91,6 +81,7 @@ def test_a_loop_computes_again_what_is_between_its_products(model, policy):
     check_recomputed(loss, W, V, GAIN, policy=policy, most=1.5)
 
 
+@pytest.mark.one_of("policy")
 @IN_HALVES
 @pytest.mark.parametrize("recompute", [True, False])
 def test_a_loop_keeps_half_probabilities_alone(policy, recompute):
@@ -301,9 +292,11 @@ LOOPS = {
 }
 
 
+@pytest.mark.one_of("policy")
 @IN_HALVES
 @pytest.mark.parametrize("name", LOOPS)
 def test_what_a_loop_carries_keeps_its_range(name, policy):
     loss = LOOPS[name]
+    expected = jax.jit(jax.grad(loss))(W)
     for fun in (autocast(jax.grad(loss), policy), jax.grad(autocast(loss, policy))):
-        assert error(fun(W), jax.grad(loss)(W)) < 2e-2
+        assert error(jax.jit(fun)(W), expected) < 2e-2
