@@ -39,8 +39,6 @@ WEIGHTS = _rng.uniform(size=(ROWS, OUT)).astype(np.float32)
 FAR = 5000 + _normal(ROWS, OUT)
 BIASES = np.full(OUT, 5000, np.float32)
 ANCHOR = np.array([1000, 1000, 1008, 1012], np.float32)
-TOKENS, QKV = _normal(4, 32, IN), _normal(3, IN, IN) / np.sqrt(IN)
-SLOPES = 4 * np.arange(32, dtype=np.float32)[None]
 TIMES = 4096 + np.arange(OUT, dtype=np.float32)
 TOKENS_OF_ONE_SIGN, SATURATING = abs(_normal(32, IN)), _normal(IN, IN)
 
@@ -57,22 +55,11 @@ def boxes(w=W4, anchor=ANCHOR):
     return jnp.mean((box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]))
 
 
-def position_bias(qkv=QKV, bias=SLOPES):
-    q, k, v = (TOKENS @ w for w in qkv)
-    logits = jnp.einsum("bid,bjd->bij", q, k) / np.sqrt(IN) + bias
-    return jnp.mean((jax.nn.softmax(logits, -1) @ v) ** 2)
-
-
 def in_scan(w=W, b=BIASES):
     def step(total, x):
         return total + jnp.mean((x @ w + b - 5000) ** 2), None
 
     return lax.scan(step, 0 * w[0, 0], X.astype(w.dtype).reshape(8, -1, IN))[0]
-
-
-def huber(w=W, b=BIASES):
-    off = X @ w + b - FAR
-    return jnp.mean(jnp.where(abs(off) < 1, off**2 / 2, abs(off) - 0.5))
 
 
 def kl_divergence(w=W, v=REVERSED):
@@ -86,56 +73,28 @@ def sides(v=REVERSED):
     return jnp.mean((high - low)[:, ::2] * (high - low)[:, 1::2])
 
 
-def variance_of_two(w=W, v=W + W[::-1] / 4):
-    a, b = X @ w, X @ v
-    mean = (a + b) / 2
-    return jnp.mean((a**2 + b**2) / 2 - mean**2)
-
-
-def near_one(h):
-    return jnp.mean((1 / (1 + h / 99) - 1) * WEIGHTS)
-
-
-def undone(between, around=lambda fun: fun):
+def undone(between):
     """Return the loss of a product that reads what comes after another product."""
-
-    def loss(w=W, v=V):
-        product = around(lambda w, v: between(X @ w) @ v)
-        return jnp.mean(product(w, v) ** 2)
-
-    return loss
+    return lambda w=W, v=V: jnp.mean((between(X @ w) @ v) ** 2)
 
 
-def relu_of_sum(h):
-    return jax.nn.relu(h + 2000) - 2000
-
-
-_NAMED = [boxes, position_bias, in_scan, huber, kl_divergence, sides, variance_of_two]
+_NAMED = [boxes, in_scan, kl_divergence, sides]
 PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} | {
-    "boxes_of_constants": lambda w=W4: boxes(w),
     "number": lambda w=W: _squared(X @ w + 5000),
     "bias": lambda w=W, b=BIASES: _squared(X @ w + b),
     "timestamps": lambda w=W, t=TIMES: jnp.mean((jnp.diff(X @ w + t) - 1) ** 2),
-    "in_cond": lambda w=W, b=BIASES: _squared(
-        lax.cond(b[0] > 0, lambda h: h + b, lambda h: h - b, X @ w)
-    ),
     "relu": lambda w=W, b=BIASES: _squared(jax.nn.relu(X @ w + b)),
-    "near_one": lambda w=W: near_one(jnp.exp(X @ w)),
+    "near_one": lambda w=W: jnp.mean((1 / (1 + jnp.exp(X @ w) / 99) - 1) * WEIGHTS),
     "difference": lambda w=W, v=REVERSED: jnp.mean(
         ((X @ w + 300) - (X @ v + 300)) ** 2
     ),
     "survival": lambda w=W: jnp.mean(
         jnp.log(1 - jnp.prod(jax.nn.sigmoid(abs(X) @ abs(w) + 1), -1))
     ),
-    "undone": undone(relu_of_sum),
-    "undone_subtraction": undone(lambda h: 2000 - jax.nn.relu(2000 - h)),
+    "undone": undone(lambda h: jax.nn.relu(h + 2000) - 2000),
     "undone_choice": undone(lambda h: jnp.where(h > 0, h + 2000, 2000) - 2000),
     "undone_factor": undone(lambda h: jax.nn.leaky_relu(h * 1e5) * 1e-5),
-    "undone_in_scan": undone(
-        lambda h: lax.map(relu_of_sum, h.reshape(8, -1, OUT)).reshape(ROWS, OUT)
-    ),
     "angles": lambda w=W: jnp.mean(jnp.sin(3 * (X @ w + 10)) * WEIGHTS),
-    "tan": lambda w=W: jnp.mean(jnp.tan(0.2 * (X @ w) + 3.1) * WEIGHTS),
 }
 
 
@@ -280,8 +239,6 @@ GUARDED: dict[str, Callable[[Any, Any], Any]] = {
     "added": lambda h, eps: h / (h + eps),
     "maximum": lambda h, eps: h / jnp.maximum(h, eps),
     "chosen": lambda h, eps: h / jnp.where(h == 0, eps, h),
-    "logarithm": lambda h, eps: (1 - h) * jnp.log(h + eps),
-    "product": lambda h, eps: h / (h * 0 + eps + 1e-3 * h),
 }
 
 
