@@ -52,14 +52,13 @@ def update_of_blocks(mm, w):
     return mm(h - first, V)
 
 
-def _normalized(h, axis=-1):
-    variance = h.var(axis, keepdims=True)
-    return (h - h.mean(axis, keepdims=True)) * lax.rsqrt(variance + 1e-3)
+def _normalized(h):
+    return (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-3)
 
 
-def _far_targets(mm, w, x=X, axis=-1):
+def _far_targets(mm, w, x=X):
     """The loss of a norm, whose gradient takes off what targets have in common."""
-    return jnp.mean((_normalized(mm(x, w), axis) - (2 * x + 1000)) ** 2)
+    return jnp.mean((_normalized(mm(x, w)) - (2 * x + 1000)) ** 2)
 
 
 def _of_batches(mm, w):
@@ -72,7 +71,6 @@ def _of_batches(mm, w):
 # What they are in. JAX takes what all iterations share out of a loop, and keeps it.
 FAR_TARGETS: dict[str, Callable[[Any, Any], Any]] = {
     "here": _far_targets,
-    "columns": lambda mm, w: _far_targets(mm, w, axis=0),
     "examples": lambda mm, w: jax.vmap(lambda x: _far_targets(mm, w, x))(
         jnp.asarray(X)[:, None]
     ).mean(),

@@ -66,3 +66,24 @@ def test_the_gradient_of_a_biased_product_is_stored_once_in_front_of_a_norm(dtyp
     _, found = gradients(half, *arrays)
     for x, exact in zip(found, exact_gradients(loss, *arrays), strict=True):
         assert np.linalg.norm(x - exact) < 0.02 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_mean_is_no_bias_of_a_norm_of_columns(dtype):
+    """What it is taken off has gradients that cancel: as large as the targets are."""
+
+    rng = np.random.default_rng(0)
+    *arrays, targets = (
+        jnp.asarray(rng.normal(size=(12, 12)) + far, jnp.float32)
+        for far in (0, 0, 1000)
+    )
+
+    def loss(w, x):
+        h = x @ w
+        variance = jnp.var(h, 0, keepdims=True)
+        h = (h - jnp.mean(h, 0, keepdims=True)) * jax.lax.rsqrt(variance + 1e-3)
+        return jnp.mean((h - targets) ** 2)
+
+    _, found = gradients(autocast(loss, f"mixed_{dtype}"), *arrays)
+    for x, exact in zip(found, exact_gradients(loss, *arrays), strict=True):
+        assert np.linalg.norm(x - exact) < 0.01 * np.linalg.norm(exact)
