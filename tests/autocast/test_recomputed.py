@@ -58,7 +58,7 @@ def _in_scan(model):
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.one_of("policy")
+@pytest.mark.one_of("policy", "in_scan")
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("in_scan", [False, True])
 @pytest.mark.parametrize("model", MODELS)
