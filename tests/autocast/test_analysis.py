@@ -111,9 +111,6 @@ DIGITS = {
     "root near 1": lambda h: 1 - jnp.sqrt(h),
     "sum of few": lambda h: jnp.log(h.reshape(8, 4).mean(-1)),
     "norm of few": lambda h: jnp.linalg.norm(h.reshape(8, 4), axis=-1) - 2,
-    "far by an array": lambda h: jax.nn.log_softmax(
-        jax.jit(lambda h: jnp.float32(-1000) - h)(h).at[2:4].set(B)
-    ),
     "product along an axis": lambda h: jnp.cumprod(h, 0),
     "products by halves": lambda h: lax.associative_scan(jnp.multiply, h),
     "counts": lambda h: h > 3,

@@ -109,6 +109,13 @@ def far_from_zero(mm, w):
     return jax.nn.log_softmax(h)
 
 
+def far_by_a_constant(mm, w):
+    """The number is an array, of a function that is jitted."""
+    offset = jnp.asarray(-1000, w.dtype)
+    h = jax.jit(lambda h: offset - h)(mm(X, w)).at[2:4].set(X[:2])
+    return jax.nn.log_softmax(h)
+
+
 def carry_that_begins_near_one(mm, w):
     """What a loop carries is float32 from its first value on."""
     return lax.fori_loop(0, 2, lambda _, h: _normalized(1000 * h), _gates(mm, w))
@@ -181,6 +188,7 @@ _NAMED = [
     update_of_blocks,
     recurrence_in_scan,
     far_from_zero,
+    far_by_a_constant,
     carry_that_begins_near_one,
     carry_that_begins_as_a_product,
     gated_linear_attention,
