@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp_lite import get_policy
+from jmp_lite import explain, get_policy
 from jmp_lite._src.autocast.analysis import Analyzer
 from jmp_lite._src.autocast.options import Regions
 from jmp_lite._src.autocast.storage import FLOAT32, INPUT, Plan, Segment
@@ -15,7 +15,8 @@ from jmp_lite._src.jaxprs.core import Var
 from jmp_lite.ops import OpRules
 
 W, B, X = jnp.ones((8, 8)), jnp.ones(8), jnp.ones((4, 8))
-HALVES = ("bfloat16", "float16")
+SHORT = {"bfloat16": "bf16", "float16": "f16"}
+HALVES = tuple(SHORT)
 
 
 def plan(fun, *args, half="bfloat16", **options) -> Plan:
@@ -87,19 +88,59 @@ def test_the_example_of_segments(half):
 
 # Functions of a product's result, and whether they need its digits.
 DIGITS = {
+    "cholesky": lambda h: jnp.linalg.cholesky(h[:4, :4]),
+    "slogdet": lambda h: jnp.linalg.slogdet(h[:4, :4])[1],
+    "eigvalsh": lambda h: jnp.linalg.eigvalsh(h[:4, :4]),
+    "solve": lambda h: jnp.linalg.solve(h[:4, :4], h[:, 4:]),
     "sort": lambda h: jnp.sort(h),
     "top_k": lambda h: lax.top_k(h, 2)[0],
     "argmax": lambda h: jnp.argmax(h, -1),
-    "integer": lambda h: h.astype(jnp.int32),
+    "integer": lambda h: (16 * h).astype(jnp.int32),
+    "index": lambda h: B[jnp.clip(16 * h, 0, 7).astype(jnp.int32)],
     "fraction": lambda h: jnp.floor(h),
     "angle": lambda h: jnp.sin(h),
     "angle behind a sum": lambda h: jnp.cos(2 * h + 1),
     "logarithm": lambda h: jnp.log(h),
     "rest": lambda h: jnp.log(1 - h),
     "difference": lambda h: (h - h[:1] * jnp.ones((4, 8))).sum(),
+    "second difference": lambda h: -2 * h[1:-1] + h[2:] + h[:-2],
+    "margins": lambda h: jax.nn.relu(0.5 + h - h[:, :1]),
+    "waves": lambda h: jnp.exp(lax.complex(jnp.zeros_like(h), h)).real,
+    "square near 1": lambda h: h**2 - 1,
+    "product near 1": lambda h: jnp.log(h * h),
+    "root near 1": lambda h: 1 - jnp.sqrt(h),
+    "sum of few": lambda h: jnp.log(h.reshape(8, 4).mean(-1)),
+    "norm of few": lambda h: jnp.linalg.norm(h.reshape(8, 4), axis=-1) - 2,
     "product along an axis": lambda h: jnp.cumprod(h, 0),
+    "products by halves": lambda h: lax.associative_scan(jnp.multiply, h),
     "counts": lambda h: h > 3,
+    "counted": lambda h: jnp.sum(h > 0, dtype=jnp.int32),
+    "printed": lambda h: jax.debug.callback(lambda _: None, h > 0),
     "branch": lambda h: lax.cond(h.sum() > 0, jnp.log, jnp.exp, h),
+    "branch of any": lambda h: lax.cond(jnp.any(h > 0), lambda: h @ W, lambda: h),
+}
+# Of two.
+DIGITS_OF_TWO = {
+    "negative multiple": lambda g, h: (-0.5 * g)[:, ::-1] + h,
+    "one against many": lambda g, h: g[:, :1] - h,
+    "difference of squares": lambda g, h: g * g - h * h,
+    "quotient": lambda g, h: jnp.log(g / h),
+    "quotient less 1": lambda g, h: g / h - 1,
+    "common factor": lambda g, h: (m := W[:4]) * g - m * h,
+    "common divisor": lambda g, h: g / (m := W[:4]) - h / m,
+    "squared distances": lambda g, h: (
+        (g**2).sum(-1, keepdims=True) + (h**2).sum(-1)[None] - 2 * g @ h.T
+    ),
+}
+# A comparison needs them only where its answer is more than a choice.
+CHOICES = {
+    "leaky relu": lambda h: jnp.where(h > 0, h, 0.1 * h),
+    "both": lambda h: jnp.where((h > 0) & (h < 1), h, 0.0),
+    "not": lambda h: jnp.where(~(h > 0), 0.0, h),
+    "any": lambda h: jnp.where(jnp.any(h > 0, -1, keepdims=True), h, 0.0),
+    "finite": lambda h: jnp.where(jnp.isfinite(h), h, 0.0),
+    "in jit": lambda h: jax.jit(jnp.where)(h > 0, h, 0.5 * h),
+    "in scan": lambda h: lax.map(lambda row: jnp.where(row > 0, row, 0.0), h),
 }
 NO_DIGITS = {
     "activation": lambda h: jax.nn.gelu(h) @ W,
@@ -112,19 +153,36 @@ NO_DIGITS = {
 }
 
 
+def results_of_products(fun, half) -> list[str]:
+    """Return the dtypes of the results of the matrix products, in order."""
+    rows = explain(fun, f"mixed_{half}")(W, X).rows
+    return [r.after.split()[-1] for r in rows if r.primitive == "dot_general"]
+
+
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", DIGITS | NO_DIGITS)
 def test_readers_ask_for_digits(name, half):
     fun = (DIGITS | NO_DIGITS)[name]
-    found = plan(lambda w, x: fun(jnp.tanh(x) @ w), W, X, half=half)
-    (first, *_) = (of for of in found.eqn_plans if of.rule.is_product)
-    # Of a product of products, the last has the digits: the operands are half.
-    asks = name in DIGITS and name != "cholesky"
-    assert first.half_out == (not asks,)
-    if name == "cholesky":
-        assert [of.half_out for of in found.eqn_plans if of.rule.is_product][1:] == [
-            (False,)
-        ]
+    first, *_ = results_of_products(lambda w, x: fun(jnp.tanh(x) @ w), half)
+    assert first == ("f32" if name in DIGITS else SHORT[half])
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", DIGITS_OF_TWO)
+def test_readers_of_two_products_ask_for_digits_of_both(name, half):
+    fun = DIGITS_OF_TWO[name]
+    found = results_of_products(lambda w, x: fun(jnp.tanh(x) @ w, x @ w), half)
+    assert found[:2] == ["f32", "f32"]
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_a_choice_compares_is_half_and_so_for_its_gradient(name, half):
+    def fun(w, x):
+        return jnp.sum(jnp.square(CHOICES[name](x @ w) @ w))
+
+    for of in (fun, jax.grad(fun)):
+        assert results_of_products(of, half)[0] == SHORT[half]
 
 
 def chained(length, last=jnp.exp):

@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 from jaxprs import dtypes_of_products
 
-from jmp_lite import PolicyMap, autocast, explain, full_precision
+from jmp_lite import PolicyMap, autocast, full_precision
 
 CAST = "convert_element_type"
 BF16 = POLICIES["bf16"]
@@ -121,16 +121,11 @@ def test_patterns_hold_in_the_backward_pass_too(model, layer, products):
     assert found.count("float32") == products
 
 
+@pytest.mark.one_of("rules")
 @pytest.mark.parametrize(
-    "policy",
-    [
-        *POLICIES.values(),
-        "p=f32,c=bf16,o=bf16",
-        "p=f32,c=f16,o=f16",
-        "p=f32,c=bf16,o=f32,r=f32",
-    ],
+    "policy", [POLICIES["f16"], "p=f32,c=bf16,o=bf16", "p=f32,c=bf16,o=f32,r=f32"]
 )
-@pytest.mark.parametrize("rules", [["decoder"], [""], ["head", "decoder"]])
+@pytest.mark.parametrize("rules", [["decoder"], ["head", "decoder"]])
 def test_a_rule_equal_to_the_default_changes_nothing(policy, rules) -> None:
     def gradient(policy):
         grad = jax.grad(lambda *args: jnp.sum(autocast(_model, policy)(*args)))
@@ -214,28 +209,6 @@ def test_what_is_not_read_by_products_alone_is_float32(fun):
     assert [str(e.outvars[0].aval.dtype) for e in relus] == ["float32"]
 
 
-def test_a_stream_that_norms_make_is_as_good_as_one_cast_by_hand() -> None:
-    def low(x):
-        return x.astype(jnp.bfloat16)
-
-    def norm(x):
-        return low(_norm(x.astype(jnp.float32)))
-
-    def by_hand(w, x):
-        return _norm_after_each_product(low(w), low(x), norm).astype(jnp.float32)
-
-    args = weight(0, 64, 64), normal(1, 256, 64)
-    exact, cast, rounded = (
-        jax.jit(fun)(*args)
-        for fun in (
-            _norm_after_each_product,
-            autocast(_norm_after_each_product, BF16),
-            by_hand,
-        )
-    )
-    assert error(cast, exact) <= error(rounded, exact)
-
-
 def _gradient_descent(w, x):
     for _ in range(3):
         w = w - 1e-4 * jax.grad(lambda w: jnp.mean(jnp.square(x @ w)))(w)
@@ -254,9 +227,8 @@ def test_small_steps_between_products_are_not_lost(fun: Any, start: Any) -> None
     assert error(found, exact) < 0.02
 
 
-@pytest.mark.parametrize("half_results", [True, False])
 @IN_HALVES
-def test_the_bias_of_a_convolution_is_added_before_it_is_rounded(half, half_results):
+def test_the_bias_of_a_convolution_is_added_before_it_is_rounded(half):
     def blocks(w, b, x, dtype=jnp.float32):
         for kernel in w:
             x = lax.conv(x.astype(dtype), kernel.astype(dtype), (1, 1), "SAME")
@@ -271,7 +243,7 @@ def test_the_bias_of_a_convolution_is_added_before_it_is_rounded(half, half_resu
 
     w, b, x = weight(0, 2, 4, 4, 3, 3), normal(1, 1, 4, 1, 1), normal(2, 8, 4, 8, 8)
     args = tuple(map(jnp.abs, (w, b, x)))  # the gradient of the bias: of one sign
-    cast = autocast(blocks, POLICIES[half], half_results=half_results)
+    cast = autocast(blocks, POLICIES[half])
     by_hand = functools.partial(blocks, dtype=DTYPES[half])
     for found, rounded, exact in zip(
         *map(results, (cast, by_hand, blocks)), strict=True
@@ -282,53 +254,7 @@ def test_the_bias_of_a_convolution_is_added_before_it_is_rounded(half, half_resu
     assert first.outvars[0].aval.dtype == jnp.float32
 
 
-# A comparison asks for float32 only where its answer is more than a choice.
-
-CHOICES = {
-    "leaky": lambda x: jnp.where(x > 0, x, 0.1 * x),
-    "relu": lambda x: jnp.where(x > 0, x, 0.0),
-    "both": lambda x: jnp.where((x > 0) & (x < 1), x, 0.0),
-    "not": lambda x: jnp.where(~(x > 0), 0.0, x),
-    "any": lambda x: jnp.where(jnp.any(x > 0, -1, keepdims=True), x, 0.0),
-    "finite": lambda x: jnp.where(jnp.isfinite(x), x, 0.0),
-    "jit": lambda x: jax.jit(jnp.where)(x > 0, x, 0.5 * x),
-    "scan": lambda x: jax.lax.map(lambda row: jnp.where(row > 0, row, 0.0), x),
-}
-
-
-def results_of_products(fun: Any) -> list[str]:
-    rows = explain(fun, POLICIES["f16"])(W, X).rows
-    return [r.after.split()[-1] for r in rows if r.primitive == "dot_general"]
-
-
-@pytest.mark.parametrize("name", CHOICES)
-def test_what_a_choice_compares_can_be_half_and_so_for_its_gradient(name):
-    def fun(w, x):
-        return CHOICES[name](x @ w) @ w
-
-    assert results_of_products(fun) == ["f16", "f32"]
-    grad = jax.grad(lambda w, x: jnp.sum(jnp.square(fun(w, x))))
-    assert results_of_products(grad)[0] == "f16"
-    for of in (fun, grad):
-        assert error(jax.jit(autocast(of, POLICIES["f16"]))(W, X), of(W, X)) < 5e-3
-
-
-ANSWERS = {
-    "returned": lambda x: (x > 0, x @ W),
-    "returned not": lambda x: (~(x > 0), x @ W),
-    "branch": lambda x: lax.cond(x[0, 0] > 0, lambda: x @ W, lambda: -x @ W),
-    "branch of any": lambda x: lax.cond(jnp.any(x > 0), lambda: x @ W, lambda: x),
-    "counted": lambda x: (jnp.sum(x > 0, dtype=jnp.int32), x @ W),
-    "printed": lambda x: (jax.debug.callback(lambda _: None, x > 0), x @ W)[1],
-    "largest": lambda x: (jnp.argmax(x), x @ W),
-}
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_what_decides_more_than_a_choice_stays_float32(name):
-    assert results_of_products(lambda w, x: ANSWERS[name](x @ w))[0] == "f32"
-
-
+@pytest.mark.one_of("half")
 @IN_HALVES
 @pytest.mark.parametrize("place", [lambda fun: fun, jax.checkpoint, jax.jit])
 def test_the_mask_of_a_relu_is_read_off_its_result(half: str, place: Any) -> None:
@@ -358,22 +284,3 @@ def test_full_precision_holds_in_the_backward_pass() -> None:
     found = dtypes_of_products(autocast(grad, BF16), W, X)
     # x @ w and its weight's gradient; the others are half.
     assert found.count(("float32", "float32", "float32")) == 2 and len(found) > 2
-
-
-def test_a_scope_with_f32_output_takes_the_accumulator() -> None:
-    policy = PolicyMap("p=f32,c=bf16,o=bf16", {".*head": "p=f32,c=bf16,o=f32"})
-    found = dtypes_of_products(autocast(_model, policy), W, X)
-    assert found[-1] == ("bfloat16", "bfloat16", "float32")
-    assert {f[2] for f in found[:-1]} == {"bfloat16"}
-
-
-def test_a_variance_by_squares_is_as_good_as_that_of_a_model_cast_by_hand() -> None:
-    def normalised(w, x, dtype=jnp.float32):
-        y = (x.astype(dtype) @ w.astype(dtype) + jnp.asarray(30, dtype)).astype("f4")
-        mean, squares = y.mean(-1, keepdims=True), (y * y).mean(-1, keepdims=True)
-        return (y - mean) * lax.rsqrt(squares - mean * mean + jnp.float32(1e-3))
-
-    w, x = weight(4, 64, 64), normal(5, 32, 64)
-    full = normalised(w, x)
-    by_hand = error(normalised(w, x, jnp.bfloat16), full)
-    assert error(autocast(normalised, BF16)(w, x), full) < 1.5 * by_hand < 0.1

@@ -129,8 +129,15 @@ def _mask(size: int) -> np.ndarray:
     return np.where(later, np.finfo(np.float32).min, 0).astype(np.float32)
 
 
+def _read_in_half(x: Any, mask: Any) -> jax.Array:
+    logits = x @ jnp.swapaxes(x, -1, -2) / 16 + mask
+    masked = jnp.maximum(logits - jnp.max(logits, -1, keepdims=True), -5)
+    return jnp.mean((masked @ x / x.shape[1]) ** 2)
+
+
 MASKED = {
     "argument": _attention,
+    "read in half": _read_in_half,
     "constant": lambda x, mask: _attention(x, jnp.asarray(_mask(x.shape[1]))[None]),
     "scanned": lambda x, mask: lax.map(lambda x: _attention(x[None], mask), x).sum(),
     "batched": lambda x, mask: jax.vmap(lambda x: _attention(x, mask[0]))(x).sum(),
@@ -185,7 +192,7 @@ LOUD = ("large_products",)
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.one_of("order")
+@pytest.mark.one_of("order", "half_results")
 @pytest.mark.parametrize("order", ["outside", "inside"])
 @pytest.mark.parametrize("half_results", [True, False])
 @pytest.mark.parametrize("name", HAZARDS)

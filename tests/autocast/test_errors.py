@@ -142,6 +142,7 @@ def test_lowering_nothing_says_what_is_left_alone() -> None:
         bitwise.assert_same(found, fun(*args))
 
 
+@pytest.mark.one_of("wrap")
 @pytest.mark.parametrize("call", [autocast, explain, first_nonfinite, dry_run, advise])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.grad])
 def test_an_error_of_tracing_names_the_users_function(call: Any, wrap: Any) -> None:
@@ -157,6 +158,7 @@ def test_an_error_of_tracing_names_the_users_function(call: Any, wrap: Any) -> N
     assert "depends on the value of the argument batch['x']" in str(error.value)
 
 
+@pytest.mark.one_of("wrap")
 @pytest.mark.parametrize("call", [autocast, explain, dry_run, lint])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_a_pattern_for_a_function_without_scopes_says_that_it_has_none(

@@ -28,7 +28,7 @@ def _normal(*shape: int) -> np.ndarray:
 
 
 W, UP, DOWN, B = _normal(8, 8), _normal(8, 16), _normal(16, 8), _normal(16)
-LAYERS, KERNEL, TABLE = _normal(3, 8, 8), _normal(3, 3, 4, 8), _normal(24, 8)
+LAYERS, KERNEL = _normal(3, 8, 8), _normal(3, 3, 4, 8)
 PARAMS = {"up": UP, "bias": B, "down": DOWN}
 RECURRENT = _normal(32, 32) / 4
 
@@ -127,7 +127,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "scan over time": (_scan_time, ("t,2,32",)),
     "embedding": (lambda table: _norm(table[TOKENS]) @ W, ("n,8",)),
     "grouped queries": (_grouped_queries, ("b,t,8",)),
-    "two inputs": (lambda x, y: jnp.concatenate([x @ W, y @ W]) @ W, ("n,8", "s,8")),
+    "two inputs": (lambda x, y: jnp.concatenate([x @ W, y]) @ W, ("n,8", "s,8")),
     "sum over a symbol": (lambda x: (x.T @ x) @ jax.nn.softmax(W), ("n,8",)),
 }
 
@@ -176,9 +176,7 @@ def test_an_exported_function_agrees_with_the_function(half, program):
     served = _served(cast, args)
     for sizes in (SIZES, SIZES | {"b": 1, "t": 1, "h": 2}):
         arrays = _arrays(args, sizes)
-        found, expected = served(*arrays), jax.jit(cast)(*arrays)
-        assert largest_error(found, expected) < EPS[half]
-        exact = jax.jit(fun)(*arrays)
+        found, exact = served(*arrays), jax.jit(fun)(*arrays)
         assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, exact)
         assert largest_error(found, exact) < 8 * EPS[half]
     assert half in _jaxpr(cast, args)
@@ -199,16 +197,13 @@ def test_an_exported_function_has_its_gradient(half, program):
     every = tuple(range(len(args)))
     cast, arrays = autocast(loss, POLICIES[half]), _arrays(args)
     exact = jax.jit(jax.grad(loss, every))(*arrays)
-    outside = jax.grad(cast, every)
     inside = autocast(jax.grad(loss, every), POLICIES[half])
-    for found, gradient in (
-        (jax.jit(jax.grad(_served(cast, args, vjp_order=1), every)), outside),
-        (_served(outside, args), outside),
-        (_served(inside, args), inside),
+    for found in (
+        jax.jit(jax.grad(_served(cast, args, vjp_order=1), every)),
+        _served(jax.grad(cast, every), args),
+        _served(inside, args),
     ):
-        grads = found(*arrays)
-        assert largest_error(grads, jax.jit(gradient)(*arrays)) < 2 * EPS[half]
-        assert largest_error(grads, exact) < 32 * EPS[half]
+        assert largest_error(found(*arrays), exact) < 32 * EPS[half]
 
 
 @IN_HALVES
@@ -287,7 +282,7 @@ def test_warnings_count_products_of_symbolic_shape():
         _jaxpr(autocast(jnp.sin, "mixed_bfloat16"), ("n,8",))
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", ["block", "decoder", "scan over time"])
 def test_explain_and_lint_take_symbolic_shapes(program):
     fun, args = PROGRAMS[program]
     shapes = _shapes(args)
@@ -297,13 +292,14 @@ def test_explain_and_lint_take_symbolic_shapes(program):
     assert not numerics.lint(cast, "mixed_bfloat16")(*shapes).findings
 
 
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
-def test_lint_finds_a_long_sum_over_a_symbol(half):
+def test_lint_finds_a_long_sum_over_a_symbol():
+    half = jnp.bfloat16
+
     def fun(x):
         return lax.reduce(x.astype(half), np.zeros((), half), lax.add, (0,))
 
-    report = numerics.lint(fun, f"mixed_{half}")(*_shapes(("n,8",)))
-    assert any(f"over n elements in {half}" in str(x) for x in report.findings)
+    report = numerics.lint(fun, "mixed_bfloat16")(*_shapes(("n,8",)))
+    assert any("over n elements in bfloat16" in str(x) for x in report.findings)
 
 
 def test_a_symbol_is_large_or_small_if_it_is_known_to_be():

@@ -6,13 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxprs
 import numpy as np
 import pytest
-from arrays import error, in_float64, largest_error
+from arrays import error, largest_error
 from backward_pass import (
     check_recomputed,
-    gelu,
     gradients,
     kept,
     layer_norm,
@@ -36,18 +34,6 @@ def _normal(*shape: int) -> np.ndarray:
 W, V = _normal(N, N) / N**0.5, _normal(N, N) / N**0.5
 GAIN, X = 1 + _normal(N) / 10, _normal(8, 32, N)
 WEIGHTS = _normal(8, 32, N)
-
-
-def fast_layer_norm(h, w, gain):
-    """As flax has it: the variance is a difference."""
-    mean, squares = jnp.mean(h, -1, keepdims=True), jnp.mean(h**2, -1, keepdims=True)
-    return (h - mean) * lax.rsqrt(squares - mean**2 + 1e-6) * gain @ w
-
-
-def batch_norm_and_relu(h, w, gain):
-    mean, squares = jnp.mean(h, (0, 1)), jnp.mean(h**2, (0, 1))
-    h = (h - mean) * (lax.rsqrt(squares - mean**2 + 1e-5) * gain) + gain
-    return jax.nn.relu(h) @ w
 
 
 IN_HALVES = pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
@@ -83,11 +69,7 @@ def _held(fun: Any, *args: Any, policy="mixed_float16", **options: Any) -> list[
 
 @pytest.mark.one_of("policy")
 @IN_HALVES
-@pytest.mark.parametrize(
-    "model",
-    [fast_layer_norm, rms_norm_and_silu, jax.jit(layer_norm)],
-    ids=["fast_layer_norm", "rms_norm_and_silu", "layer_norm in a call"],
-)
+@pytest.mark.parametrize("model", [rms_norm_and_silu, jax.jit(layer_norm)], ids=_name)
 def test_a_loop_computes_again_what_is_between_its_products(model, policy):
     loss = functools.partial(_in_a_loop, model)
     options = {"policy": policy, "half_results": True}
@@ -99,6 +81,7 @@ def test_a_loop_computes_again_what_is_between_its_products(model, policy):
     check_recomputed(loss, W, V, GAIN, policy=policy, most=1.5)
 
 
+@pytest.mark.one_of("policy")
 @IN_HALVES
 @pytest.mark.parametrize("recompute", [True, False])
 def test_a_loop_keeps_half_probabilities_alone(policy, recompute):
@@ -118,36 +101,19 @@ def test_a_loop_keeps_half_probabilities_alone(policy, recompute):
 
 # How far the values are from zero, and how large. float16 ends at 65504.
 CASES = [
-    (gelu, 0, 1),
-    (gelu, 0, 1e-3),
     (layer_norm, 0, 1e-3),
-    (layer_norm, 500, 1),
     (layer_norm, 20_000, 1),
-    *((m, 0, 1e6) for m in (fast_layer_norm, rms_norm_and_silu, batch_norm_and_relu)),
+    (rms_norm_and_silu, 0, 1e6),
 ]
 
 
 @pytest.mark.parametrize(("model", "offset", "scale"), CASES, ids=_name)
 def test_gradients_have_about_the_error_of_float32(model, offset, scale):
     loss = functools.partial(_loss, model, offset=offset, scale=scale)
-    # A ReLU may choose otherwise by a number that is rounded.
-    most = 4 if model is batch_norm_and_relu else 2.2
     values = check_recomputed(
-        loss, W, V, GAIN, policy="mixed_float16", half_results=False, most=most
+        loss, W, V, GAIN, policy="mixed_float16", half_results=False, most=2.2
     )
     np.testing.assert_allclose(*values, rtol=1e-4, atol=1e-6)
-
-
-def softmax_by_hand(w, b):
-    z = X @ w * 20
-    p = jnp.exp(z - jnp.max(z, -1, keepdims=True))
-    return jnp.mean(((p / jnp.sum(p, -1, keepdims=True) - 0.1) * b) ** 2) / 1e6
-
-
-def two_streams(w, b):
-    x = X @ w
-    y = x + X @ w[::-1] * 1000
-    return jnp.mean((y - x * 1000) ** 2) / 1e6 + jnp.mean(jnp.tanh(y / 1000 + b / 1e4))
 
 
 def folded_batch_norm(w, b):
@@ -169,19 +135,10 @@ def _read(h):
     return jnp.mean(jnp.tanh(h) @ V * WEIGHTS)
 
 
-_NAMED = [softmax_by_hand, two_streams, folded_batch_norm, called_norm]
+_NAMED = [folded_batch_norm, called_norm]
 EXACT = {fun.__name__: fun for fun in _NAMED} | {
     # Differences of which each operand is far from zero.
     "far targets": lambda w, b: jnp.mean((X @ w + b - 5000 - WEIGHTS) ** 2),
-    "behind an activation": lambda w, b: jnp.mean(
-        (jnp.tanh(X @ w) * 100 + b - 5000 - 30 * WEIGHTS) ** 2
-    ),
-    "a phase": lambda w, b: _read(
-        jnp.sin(jnp.cumsum(jnp.exp(jnp.tanh(X @ w)), 1) * b / 100)
-    ),
-    "a called offset": lambda w, b: _read(
-        jax.jit(lambda h: (h - 5000) * 2)(X @ w + X + b)
-    ),
 }
 
 
@@ -194,9 +151,7 @@ def test_what_needs_its_digits_keeps_them(loss):
 # Functions whose derivatives need more of an operand than its distance from the mean.
 OF_DIGITS = {
     "log": jnp.log,
-    "softplus of a logarithm": lambda x: jnp.log1p(1 / x),
     "sin": lambda x: jnp.sin(x * 3),
-    "a call": jax.jit(jnp.log),
 }
 
 
@@ -219,33 +174,15 @@ def test_a_function_before_a_norm_keeps_its_digits(fun, policy):
     check_recomputed(loss, W, policy=policy, most=1.3)
 
 
-def test_what_a_call_does_is_found_once():
-    """Of 2**30 calls, it would not end."""
-    fun: Callable[..., Any] = jnp.tanh
-    for _ in range(30):
-        fun = jax.jit(lambda h, fun=fun: fun(fun(h)))
-
-    def loss(w):
-        h, _ = lax.scan(lambda h, _: (h + fun(h) @ w, None), X, None, length=2)
-        return jnp.mean(h)
-
-    assert jaxprs.trace(autocast(loss, "mixed_float16"), W)
-
-
 # What a kept copy must not lose: numbers near 0 of which a quotient or a root is taken,
 # numbers beyond a root's range, and those of a row in which one of them is far away.
 PADDED = X * (np.arange(32) < 24)[:, None]
 MASK = np.tril(np.ones((N, N), bool))[:32]
 EXTREMES: dict[str, Callable[..., Any]] = {
     "magnitude": lambda a, b: jnp.sqrt(a**2 + b**2 + 1e-16),
-    "log of probabilities": lambda a, b: jnp.log(jax.nn.softmax(10 * a) + 1e-20),
-    "root of probabilities": lambda a, b: jnp.sqrt(jax.nn.softmax(10 * a) + 1e-20),
     "exponentials": lambda a, b: jnp.exp(a / 4 + 25) * jnp.exp(b / 4 - 25),
     "masked": lambda a, b: rms_norm(jnp.tanh(jnp.where(MASK, a, -1e4))),
     "infinite": lambda a, b: rms_norm(jnp.tanh(jnp.where(MASK, a, -np.inf))),
-    "a channel that is off": lambda a, b: rms_norm(
-        jax.nn.gelu(a + jnp.zeros(N).at[3].set(-3000.0))
-    ),
 }
 
 
@@ -257,28 +194,6 @@ def test_gradients_are_right_at_the_ends_of_the_range(name):
     _, grads = gradients(autocast(loss, "mixed_float16"), W, V)
     _, expected = gradients(loss, W, V)
     assert largest_error(grads, expected) < 5e-3
-
-
-@pytest.mark.parametrize("factor", [0, np.inf])
-def test_gradients_are_finite_without_deviation_and_not_of_infinities(factor):
-    x = np.where(X == X[0, 0, 0], factor, X) if factor else X * 0
-
-    def loss(w, v):
-        return jnp.mean(layer_norm(x @ w + 3.0, v, GAIN) * WEIGHTS)
-
-    _, grads = gradients(autocast(loss, "mixed_float16"), W, V)
-    assert all(np.all(np.isfinite(g)) == (factor == 0) for g in grads)
-
-
-def test_what_a_segment_casts_is_in_the_scope_of_what_made_it():
-    def loss(w, v, x):
-        with jax.named_scope("block"):
-            return jnp.mean(jax.nn.gelu(x @ w) @ v * WEIGHTS)
-
-    jaxpr = jaxprs.trace(autocast(loss, "mixed_float16"), W, V, X)
-    casts = [x for x in jaxpr.eqns if x.primitive.name == "convert_element_type"]
-    assert len(casts) >= 3
-    assert all("block" in str(eqn.source_info.name_stack) for eqn in casts)
 
 
 def test_a_call_without_results_in_a_loop_is_left_alone():
@@ -298,45 +213,35 @@ def test_a_call_without_results_in_a_loop_is_left_alone():
         assert error(grad, want) < 0.02
 
 
-# A number is kept in two bytes, relative to others of its row: one that is far larger,
-# or infinite, must not cost the others theirs.
+# One number of a row that is far larger, or infinite, must not cost the others theirs.
 
 ROWS, OF_ROWS = X.reshape(-1, N), WEIGHTS.reshape(-1, N)
 SCALE = 256.0  # of the loss, for float16
+LARGE = 3e4
 
 
 def product(cast: Any, x: Any, w: Any) -> Any:
     return (cast(x) @ cast(w)).astype(jnp.float32)
 
 
-def gain_of_product(cast: Any, large: float) -> Any:
-    w = jnp.abs(W).at[:, 0].set(0.0).at[0].set(0.0).at[0, 0].set(large)
-    x = jnp.abs(ROWS).at[:, 0].set(1.0)  # so x @ w has a column of large numbers
+def gain_of_carry(cast: Any) -> Any:
+    """Return a loss whose loop carries a channel of large numbers."""
 
-    def loss(gain):
-        h = rms_norm(product(cast, x, w)) * gain
-        return (product(cast, h, jnp.abs(V)) * jnp.abs(OF_ROWS)).mean() * SCALE
-
-    return loss
-
-
-def gain_of_carry(cast: Any, large: float) -> Any:
     def loss(gain):
         def layer(h, _):
             out = product(cast, rms_norm(h) * gain, jnp.abs(V))
             return h.at[:, 1:].add(jnp.tanh(out)[:, 1:]), out
 
-        first = jnp.abs(ROWS).at[:, 0].set(large)
+        first = jnp.abs(ROWS).at[:, 0].set(LARGE)
         return (lax.scan(layer, first, length=2)[1] * jnp.abs(OF_ROWS)).mean() * SCALE
 
     return loss
 
 
-def check(make: Any, half: str, *args: Any) -> None:
+def check(make: Any, half: str, param: Any) -> None:
     """Check that the error of autocast is at most twice that of casts by hand."""
-    *settings, param = args
-    plain = make(jnp.asarray, *settings)
-    by_hand = make(lambda x: jnp.asarray(x).astype(half), *settings)
+    plain = make(jnp.asarray)
+    by_hand = make(lambda x: jnp.asarray(x).astype(half))
     exact, found, rounded = (
         jax.jit(jax.grad(fun))(param)[1:]  # the other channels
         for fun in (plain, autocast(plain, f"mixed_{half}"), by_hand)
@@ -344,36 +249,16 @@ def check(make: Any, half: str, *args: Any) -> None:
     assert error(found, exact) < 2 * error(rounded, exact)
 
 
-@pytest.mark.parametrize("large", [1.0, 3e4])
-@pytest.mark.parametrize(
-    ("make", "half"),
-    [
-        (gain_of_product, "float16"),
-        (gain_of_carry, "float16"),
-        (gain_of_carry, "bfloat16"),
-    ],
-)
-def test_a_channel_of_large_numbers_costs_the_others_no_digits(make, half, large):
-    gain = jnp.full(N, large / 8, jnp.float32).at[0].set(0.125)
-    check(make, half, large, gain)
-
-
-def test_a_sum_over_the_batch_costs_small_rows_no_digits():
-    def make(cast, x):
-        def loss(w):
-            h = product(cast, x, w)
-            total = jnp.square(h.mean(0)).sum() * 1e-6
-            return ((product(cast, rms_norm(h), V) * OF_ROWS).mean() + total) * SCALE
-
-        return loss
-
-    sizes = 10 ** np.random.default_rng(0).uniform(-3, 3, (len(ROWS), 1))
-    check(make, "float16", (ROWS * sizes).astype(np.float32), W)
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_a_channel_of_large_numbers_costs_the_others_no_digits(half):
+    gain = jnp.full(N, LARGE / 8, jnp.float32).at[0].set(0.125)
+    check(gain_of_carry, half, gain)
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@pytest.mark.parametrize("large", [1.0, 1e20])
-def test_squares_beyond_float32_cost_a_carry_nothing(large, half):
+def test_squares_beyond_float32_cost_a_carry_nothing(half):
+    large = 1e20
+
     def make(cast):
         def loss(w):
             def step(h, _):
@@ -389,29 +274,6 @@ def test_squares_beyond_float32_cost_a_carry_nothing(large, half):
     check(make, half, W)
 
 
-@IN_HALVES
-@pytest.mark.parametrize("offset", [0.0, 1e4])
-def test_a_loop_whose_carry_is_far_from_zero_keeps_its_distance_from_it(policy, offset):
-    """As by hand with a float32 carry, of which the backward pass keeps half."""
-    weights = np.stack([W, W[::-1], W.T]).astype(np.float32)
-
-    def loss(weights, dtype=None):
-        def step(h, w):
-            g = h - jnp.mean(h, -1, keepdims=True)
-            g = g * lax.rsqrt(jnp.mean(g * g, -1, keepdims=True) + 1e-6)
-            y = g.astype(dtype) @ w.astype(dtype) if dtype else g @ w
-            return h + jnp.tanh(y.astype(h.dtype)), None
-
-        h = lax.scan(step, jnp.asarray(X, weights.dtype) + offset, weights)[0]
-        return jnp.mean((h - offset) ** 2)
-
-    half = policy.removeprefix("mixed_")
-    exact = in_float64(jax.grad(loss), weights)
-    found = jax.jit(jax.grad(autocast(loss, policy)))(weights)
-    by_hand = jax.grad(functools.partial(loss, dtype=half))(weights)
-    assert error(found, exact) < 1.5 * error(by_hand, exact)
-
-
 def beyond_float16(large, small):
     def loss(w):
         def step(h, x):
@@ -423,74 +285,18 @@ def beyond_float16(large, small):
     return loss
 
 
-def a_number(w):
-    def step(total, x):
-        return total + jnp.tanh(w[0] @ x), None
-
-    return lax.scan(step, 0.0, X[0])[0]
-
-
-def equal_segments(w):
-    """Two, of which one reads what the loop carries."""
-    rows, first = abs(X[0, :8]) + 1, abs(X[0, 8:16])
-
-    def unit(h):
-        return h * lax.rsqrt(jnp.mean(h * h) + 1e-3)
-
-    def step(carried, _):
-        scale, h = carried
-        scaled = [unit(h) / by for by in (rows, scale)]
-        of_rows, of_scale = (x @ w for x in scaled)
-        return (scale + jnp.tanh(of_rows) ** 2, h + jnp.tanh(of_scale)), None
-
-    scale, h = lax.scan(step, (rows, first), length=3)[0]
-    return jnp.mean((scale + h) ** 2)
-
-
-LOOPS: dict[str, tuple[Callable[[Any], Any], np.ndarray]] = {
-    "large": (beyond_float16(1e5, 1e-5), W),
-    "small": (beyond_float16(1e-10, 1e9), W),
-    "read as large": (beyond_float16(1e-5, 1e5), W),
-    "a number": (a_number, W),
-    "equal segments": (equal_segments, abs(W)),
+LOOPS = {
+    "large": beyond_float16(1e5, 1e-5),
+    "small": beyond_float16(1e-10, 1e9),
+    "read as large": beyond_float16(1e-5, 1e5),
 }
 
 
+@pytest.mark.one_of("policy")
 @IN_HALVES
 @pytest.mark.parametrize("name", LOOPS)
 def test_what_a_loop_carries_keeps_its_range(name, policy):
-    loss, w = LOOPS[name]
+    loss = LOOPS[name]
+    expected = jax.jit(jax.grad(loss))(W)
     for fun in (autocast(jax.grad(loss), policy), jax.grad(autocast(loss, policy))):
-        assert error(fun(w), jax.grad(loss)(w)) < 2e-2
-
-
-@IN_HALVES
-def test_a_row_of_a_loop_with_one_far_number_has_the_digits_of_the_others(policy):
-    def loss(w):
-        def layer(h, _):
-            return h + rms_norm(jnp.tanh(h)) @ w / 4, None
-
-        h, _ = lax.scan(layer, jnp.where(MASK, X, -1e4), length=3)
-        return jnp.mean(jnp.where(MASK, h, 0) ** 2)
-
-    # XLA for CPUs itself sums in half from jaxlib 0.11.2 on: docs/trouble.
-    option = {"xla_cpu_experimental_ynn_fusion_type": ""}
-    grad, expected = (
-        jax.jit(jax.grad(f), compiler_options=option)(W)
-        for f in (autocast(loss, policy), loss)
-    )
-    assert error(grad, expected) < 6e-3
-
-
-@IN_HALVES
-@pytest.mark.parametrize(("large", "small"), [(1e5, 1e-5), (1e-10, 1e9), (1e-5, 1e5)])
-def test_a_loop_carries_what_is_beyond_float16(large, small, policy):
-    def loss(w):
-        def step(h, x):
-            h = h + large * (x @ w)
-            return h, jnp.tanh(small * h).mean()
-
-        return lax.scan(step, jnp.zeros((8, N)), abs(X[:4, :8]))[1].sum()
-
-    found = jax.grad(autocast(loss, policy))(W)
-    assert error(found, jax.grad(loss)(W)) < 1e-2
+        assert error(jax.jit(fun)(W), expected) < 2e-2

@@ -47,23 +47,6 @@ def test_products_with_f32_results_have_half_backward_passes(half: str) -> None:
         assert {f[:2] for f in found} == {(name, name)} and len(found) >= 6
 
 
-@pytest.mark.parametrize("in_jit", [False, True])
-def test_gradient_of_a_weight_used_often_adds_up_in_f32(in_jit) -> None:
-    """A weight cast once, by hand, adds its gradient up in half: with 6e-3 or more."""
-
-    def layer(w, x):
-        return jnp.sum(jnp.abs(x @ w))
-
-    def fun(w, xs):
-        one = jax.jit(layer) if in_jit else layer
-        return sum(one(w, x) for x in xs) / len(xs)
-
-    args = jnp.abs(weight(0, 4, 4)), jnp.abs(normal(1, 50, 2, 4))
-    expected = jax.jit(jax.grad(fun))(*args)
-    for grad in (jax.grad(autocast(fun, BF16)), autocast(jax.grad(fun), BF16)):
-        assert error(jax.jit(grad)(*args), expected) < 3e-3
-
-
 # Casts.
 
 

@@ -27,15 +27,6 @@ OTHERS = IDS[:, ::-1].copy()
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
-def lower(fun: Callable[..., Any], half: str, reduce: str = "") -> Callable[..., Any]:
-    """Run a function under autocast with half results.
-
-    bfloat16 has them in any case; in float16 they need to be measured: the policies of
-    `advise` have them.
-    """
-    return autocast(fun, POLICIES[half] + reduce, half_results=True)
-
-
 def norm(x):
     return rms_norm(x) * SCALES
 
@@ -107,7 +98,7 @@ def _derivatives(name: str) -> Any:
 @IN_HALVES
 @pytest.mark.parametrize("name", HALVED)
 def test_a_table_is_cast_before_it_is_looked_up_in(name, half):
-    fun = lower(HALVED[name], half)
+    fun = autocast(HALVED[name], POLICIES[half])
     args = TABLE, WEIGHTS, IDS
     assert dtypes_of_lookups(fun, *args) == {half}
     # No worse than the same in half by hand: the table rounded.
@@ -127,10 +118,6 @@ EXACT: dict[str, Callable[..., Any]] = {
     "returned": lambda x, _, weights: (x, stream(x, weights)),
     # Of a norm alone: the stream begins behind it.
     "normed": lambda x, _, weights: stream(norm(x) @ weights[0], weights),
-    "factorized": lambda x, others, weights: (
-        jnp.sum(x * others, -1),
-        TABLE @ weights[0],
-    ),
 }
 
 
@@ -140,7 +127,7 @@ def test_what_float32_alone_reads_is_looked_up_in_float32(name, half):
     def fun(table, weights, ids):
         return EXACT[name](table[ids], table[OTHERS], weights)
 
-    found = dtypes_of_lookups(lower(fun, half), TABLE, WEIGHTS, IDS)
+    found = dtypes_of_lookups(autocast(fun, POLICIES[half]), TABLE, WEIGHTS, IDS)
     assert found == {"f32"}
 
 
@@ -220,7 +207,7 @@ IN_REDUCE = pytest.mark.parametrize("reduce", ["", ",reduce=float32"])
 )
 def test_the_gradient_of_a_table_is_summed_in_float32(name, is_half, reduce, half):
     """Of a table that the program stores in half, too."""
-    fun = lower(MANY[name], half, reduce)
+    fun = autocast(MANY[name], POLICIES[half] + reduce)
     dtype = DTYPES[half] if is_half else jnp.float32
     table, ids = jnp.ones((4, 8), dtype), jnp.zeros(4096, jnp.int32)
     assert dtypes_of_lookups(fun, table, ids) == {half}
@@ -232,7 +219,7 @@ def test_the_gradient_of_a_table_is_summed_in_float32(name, is_half, reduce, hal
 @IN_HALVES
 @IN_REDUCE
 def test_a_table_is_gathered_from_devices_as_parameters_are(reduce, half):
-    fun = lower(_in_shard_map, half, reduce)
+    fun = autocast(_in_shard_map, POLICIES[half] + reduce)
     jaxpr = jaxprs.trace(fun, jnp.ones((4, 8)), jnp.zeros(16, jnp.int32))
     gathered = {
         eqn.invars[0].aval.dtype for eqn in jaxprs.equations(jaxpr, "all_gather")

@@ -13,7 +13,8 @@ from jmp_lite import autocast, explain, full_precision
 
 W = jnp.eye(8) + 0.5
 HIGHEST = (Precision.HIGHEST,) * 2
-SETTINGS = ["highest", "tensorfloat32", "BF16_BF16_F32", None]
+pytestmark = pytest.mark.one_of("half")
+SETTINGS = ["highest", "tensorfloat32", None]
 in_both_halves = pytest.mark.parametrize("half", ["mixed_float16", "mixed_bfloat16"])
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import error, largest_error
+from arrays import largest_error
 from autocast_corpus.program import EPS, IN_HALVES, POLICIES
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, auto_axes, reshard
@@ -91,18 +91,6 @@ def _in_shard_map(w: Any, x: Any) -> Any:
 
     specs: Any = {"in_specs": (P(), ROWS), "out_specs": ROWS, "axis_names": {"x"}}
     return jax.shard_map(body, **specs)(w, x)
-
-
-def _nested(w: Any, x: Any) -> Any:
-    def inner(w, x):
-        return lax.psum(jax.nn.gelu(x @ w), "y")
-
-    def outer(w, x):
-        specs: Any = {"in_specs": (P("y", None), P(None, "y")), "out_specs": P()}
-        return jax.shard_map(inner, axis_names={"y"}, **specs)(w, x)
-
-    specs: Any = {"in_specs": (P(), ROWS), "out_specs": ROWS}
-    return jax.shard_map(outer, axis_names={"x"}, **specs)(w, x)
 
 
 class _Case(NamedTuple):
@@ -239,17 +227,7 @@ def test_values_and_gradients_are_those_of_the_function(half, case):
     assert all(x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in pairs)
 
 
-@IN_HALVES
-def test_a_shard_map_in_a_shard_map(half):
-    """JAX does not compile its gradient."""
-    case = _Case(_nested, types=(AUTO, AUTO))
-    mesh = _mesh(*case.types)
-    with jax.set_mesh(mesh):
-        args = _laid_out(case, mesh)
-        found = jax.jit(autocast(_nested, POLICIES[half]))(*args)
-        assert error(found, jax.jit(_nested)(*args)) < 8 * EPS[half]
-
-
+@pytest.mark.one_of("jit")
 @pytest.mark.parametrize("jit", [True, False])
 @IN_HALVES
 def test_gradients_of_arguments_from_outside_of_the_mesh_are_in_it(half, jit):
@@ -320,13 +298,3 @@ def test_tools_look_into_auto_axes():
         errors = [x.error for x in numerics.dry_run(loss, "mixed_float16")(*args).rows]
         assert 0 < max(errors) < 0.01
         assert numerics.first_nonfinite(cast)(*args) is None
-
-
-def test_products_in_fp8_in_auto_axes():
-    case, mesh = CASES["between auto_axes"], _mesh()
-    with jax.set_mesh(mesh):
-        args = _laid_out(case, mesh)
-        cast = autocast(_loss_of(case.fun), "mixed_fp8", fp8_min_size=8)
-        with pytest.warns(UserWarning, match="an explicit sharding|slower"):
-            found = _types(_gradient(cast, 2), args)
-        assert found == _types(_gradient(_loss_of(case.fun), 2), args)

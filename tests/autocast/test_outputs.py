@@ -22,6 +22,7 @@ WRAPPERS = pytest.mark.parametrize("low", [half, sums_in_float32])
 
 
 @WRAPPERS
+@pytest.mark.one_of("jit")
 @pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit])
 def test_gradients_of_integers_and_bools(low, jit):
     """As of the mask of an attention: JAX has zeros of a dtype without numbers."""
@@ -51,6 +52,7 @@ def test_shapes_are_returned_as_they_are(low):
     assert jax.vjp(low(fun), X, has_aux=True)[2] == fun(X)[1]
 
 
+@pytest.mark.one_of("jit")
 @pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit])
 def test_a_gather_without_indices(jit):
     """Each row of indices is empty, and takes the whole operand."""
@@ -91,6 +93,7 @@ CALLS = {
 }
 
 
+@pytest.mark.one_of("policy", "recompute", "read")
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("read", [0, 1])

@@ -30,12 +30,10 @@ class Mode(NamedTuple):
     """What is asked of autocast: `inside`, of `autocast(grad(f))`."""
 
     half: str  # a key of `POLICIES`
-    half_results: bool | None = None
     inside: bool = False
 
 
-_HALVES = (("bf16", None), ("f16", None), ("f16", True))
-MODES = [Mode(*half, inside) for half in _HALVES for inside in (False, True)]
+MODES = [Mode(half, inside) for half in POLICIES for inside in (False, True)]
 
 # Of 375 programs, one had a gradient beyond float16, with its loss scale of 1024; of
 # the others, the largest multiple was 2.8.
@@ -64,15 +62,15 @@ def _round(x: Any, grid: Any, half: str) -> Any:
     return jnp.where(grid > 0, rounded, x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _with_noise(x: Any, grid: Any, half: str, is_half: bool) -> Any:
-    """Round what a product reads, and its cotangent; or the cotangent alone."""
-    return _round(x, grid, half) if is_half else x
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _with_noise(x: Any, grid: Any, half: str) -> Any:
+    """Round what a product reads or returns, and its cotangent."""
+    return _round(x, grid, half)
 
 
 _with_noise.defvjp(
-    lambda x, grid, *static: (_with_noise(x, grid, *static), grid),
-    lambda half, _, grid, ct: (_round(ct, grid, half), jnp.zeros_like(grid)),
+    lambda x, grid, half: (_round(x, grid, half), grid),
+    lambda half, grid, ct: (_round(ct, grid, half), jnp.zeros_like(grid)),
 )
 
 
@@ -95,11 +93,10 @@ _saturating.defvjp(
 def _arithmetic(mode: Mode, grid: Any) -> Arithmetic:
     """Return how the oracle computes: with noise if the scale of the grid is not 0."""
     half = mode.half
-    has_half_results = mode.half_results is not False
 
     def product(fun, a, b):
-        a, b = (_with_noise(x, grid, half, True) for x in (a, b))
-        return in_range(_with_noise(fun(a, b), grid, half, has_half_results))
+        a, b = (_with_noise(x, grid, half) for x in (a, b))
+        return in_range(_with_noise(fun(a, b), grid, half))
 
     def in_range(x):
         return jnp.where(abs(x) > float(INFO[half].max), jnp.nan, x)
@@ -110,7 +107,7 @@ def _arithmetic(mode: Mode, grid: Any) -> Arithmetic:
         sigmoid=lambda x: _saturating(
             x, grid, jax.nn.sigmoid, lambda s: s * (1 - s), half
         ),
-        stored=lambda h: _with_noise(h, grid, half, True),
+        stored=lambda h: _with_noise(h, grid, half),
         result=in_range,
         has_rules=False,
     )
@@ -137,9 +134,7 @@ def _results(value_and_grads: Any) -> Results:
 def _lowered(program: Program, mode: Mode, run: Run) -> Any:
     """Return the program under autocast."""
     loss = _scaled(program, mode, run)
-    low = functools.partial(
-        autocast, policy=POLICIES[mode.half], half_results=mode.half_results
-    )
+    low = functools.partial(autocast, policy=POLICIES[mode.half])
     if mode.inside:
         return jax.jit(low(_value_and_grad(program, loss)))
     return jax.jit(_value_and_grad(program, low(loss)))
@@ -149,6 +144,7 @@ def _scaled(program: Program, mode: Mode, run: Any) -> Any:
     return lambda *args: SCALES[mode.half] * run(program, *args)
 
 
+@functools.lru_cache(maxsize=1)
 def _oracle(program: Program, mode: Mode) -> Callable[[dict[str, Any], float], Results]:
     """Return the program in float64, as a function of arguments and the grid."""
 
@@ -255,7 +251,7 @@ def _largest(found: dict[str, float] | None) -> float:
 # how large its errors are.
 
 
-@hypothesis.settings(max_examples=12, derandomize=True, database=None)
+@hypothesis.settings(max_examples=6, derandomize=True, database=None)
 @hypothesis.given(random_programs.programs(max_ops=4), st.sampled_from(MODES))
 def test_a_random_program_keeps_its_digits(program, mode):
     check(program, mode)
@@ -292,8 +288,6 @@ OFFSETS = {
     "then_a_mean": Program(
         (Op("product"), Op("add_argument", 1), Op("minus_mean")), "mean_square"
     ),
-    "in_a_softmax": Program((Op("product"), Op("add_constant", 1)), "cross_entropy"),
-    "far_targets": Program((Op("product"), Op("add_number", 5)), "squared_error_far"),
     "in_a_loop": Program(
         (Op("sum_in_scan", 0, (Op("product"), Op("affine", 3), Op("minus_mean"))),),
         "mean",

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jaxprs
-import numpy as np
 import optax
 import pytest
 from arrays import error, largest_error
@@ -99,26 +98,13 @@ def _error(fun, expected, *args):
     return largest_error([*found], [*expected])
 
 
+@pytest.mark.one_of("half")
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "layer_norm"])
 def test_the_backward_pass_keeps_half_values_that_are_stored_anyway(name, half):
     held = functools.partial(_kept, MODELS[name], f"mixed_{half}", half_results=True)
     assert held() == [half] * KEPT[name]
     assert len(held(recompute=False)) > KEPT[name]
-
-
-def test_an_activation_that_is_returned_is_a_result():
-    def fun(w, gain, x):
-        h = jax.nn.gelu(x @ w[0])
-        return _loss(lambda *_: h @ w[1] @ w[0]), h
-
-    (grad, h), (expected, of_fun) = (
-        # Not as one program, in which newer XLA for CPUs sums in bfloat16.
-        jax.grad(f, has_aux=True)(*_arguments())
-        for f in (autocast(fun, "mixed_bfloat16"), fun)
-    )
-    assert error(grad, expected) < 0.02
-    assert error(h, of_fun) < 0.01
 
 
 def _dropped_out(w, gain, x):
@@ -165,15 +151,14 @@ def test_what_is_kept_of_an_activation(fun, options, expected):
     assert _kept(fun, **options) == expected
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", REDUCE_FLOAT32])
-def test_no_product_is_computed_again(policy):
+def test_no_product_is_computed_again():
     model = MODELS["gated before a product"]
 
     def count(fun):
         grad = jax.jit(jax.grad(functools.partial(_loss, fun), (0, 2)))
         return str(grad.lower(*_arguments()).compile().as_text()).count(" dot(")
 
-    assert count(autocast(model, policy)) == count(model)
+    assert count(autocast(model, "mixed_bfloat16")) == count(model)
 
 
 def test_what_a_product_has_cast_of_a_weight_is_not_cast_again():
@@ -338,38 +323,6 @@ def test_layers_that_differ_share_nothing(change):
     assert len(of_each) == len({eqn.params["jaxpr"] for eqn in of_each}) == 2
 
 
-@pytest.mark.one_of("half", "half_results")
-@pytest.mark.parametrize(
-    ("half", "half_results"),
-    [("bfloat16", True), ("float16", True), ("float16", None)],
-)
-@pytest.mark.parametrize(
-    "name", ["gated", "layer_norm", "gelu before a product", "equal layers"]
-)
-def test_gradients_of_one_sign_are_summed_in_float32(name, half, half_results):
-    """In bfloat16, a sum of more than 256 equal terms stops growing."""
-    w, gain, x = map(jnp.abs, _arguments())
-    x = jnp.broadcast_to(x[:1, :1], (64, 64, N)) / N
-    model = (MODELS | {"equal layers": _layers})[name]
-
-    def loss(fun, *args):
-        # Of one sign behind a norm as well, whose results have a mean of 0. It is
-        # large enough for the gradients of float16.
-        return jnp.sum(jnp.square(fun(*args))) / 64
-
-    def grads(fun, *args):
-        grad = jax.grad(functools.partial(loss, fun), argnums=(0, 1))
-        # XLA for CPUs itself sums in half from jaxlib 0.11.2 on: docs/trouble.
-        option = {"xla_cpu_experimental_ynn_fusion_type": ""}
-        return jax.jit(grad, compiler_options=option)(*args)
-
-    cast = autocast(model, f"mixed_{half}", half_results=half_results)
-    with jax.enable_x64(True):
-        exact = grads(model, *(jnp.asarray(a, jnp.float64) for a in (w, gain, x)))
-    eps = float(jnp.finfo(half).eps)
-    assert largest_error(grads(cast, w, gain, x), exact) < 6 * eps
-
-
 def test_ordered_effects_keep_their_order():
     seen = []
 
@@ -385,29 +338,7 @@ def test_ordered_effects_keep_their_order():
     assert seen == ["result", "input"]
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "gated before a product"])
-def test_derivatives_of_gradients_have_every_term(name):
-    args = _arguments()
-
-    def derivatives(fun):
-        def penalty(*args):
-            grads = jax.grad(functools.partial(_loss, fun), (0, 2))(*args)
-            return sum(jnp.sum(g.astype(jnp.float32) ** 2) for g in grads)
-
-        def all_of_them(*args):
-            return jax.grad(penalty, (0, 1, 2))(*args), jax.jvp(fun, args, args)[1]
-
-        return jax.jit(all_of_them)(*args)
-
-    exact, along = derivatives(MODELS[name])
-    for recompute in (False, True):
-        grads, tangents = derivatives(
-            autocast(MODELS[name], "mixed_bfloat16", recompute=recompute)
-        )
-        assert largest_error(grads, exact) < 0.05
-        assert error(tangents, along) < 0.02
-
-
+@pytest.mark.one_of("half")
 @pytest.mark.parametrize("half", HALVES)
 def test_save_products_keeps_products_and_statistics_and_no_activation(half):
     args = _arguments()
@@ -432,6 +363,7 @@ def test_save_products_keeps_products_and_statistics_and_no_activation(half):
     assert sums == sums_of_none < sums_of_all
 
 
+@pytest.mark.one_of("half")
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("in_scan", [False, True])
 def test_save_products_keeps_probabilities_and_no_logits(half, in_scan):
@@ -513,40 +445,3 @@ def test_a_sum_that_is_stored_is_read_in_half():
     assert [eqn.primitive.name for eqn in readers] == ["convert_element_type"]
     readers = [eqn for eqn in jaxpr.eqns if readers[0].outvars[0] in eqn.invars]
     assert [eqn.primitive.name for eqn in readers] == ["optimization_barrier"]
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_a_norm_alone_is_computed_again_in_a_loop(half):
-    """Elsewhere XLA does that by itself, of sums and products of arrays."""
-    w, gain, x = _arguments()
-    fun = _in_scan(lambda *args: _layer_norm(*args) @ args[0][1])
-    of_norm, without = (
-        kept(autocast(fun, f"mixed_{half}", recompute=on), w, gain, x, size=2 * x.size)
-        for on in (None, False)
-    )
-    assert "float32" in without and {*of_norm} == {half}
-
-
-def test_masks_of_dropout_are_kept_as_bools():
-    def fun(w, gain, x):
-        h = jax.nn.gelu(x @ w[0] + gain)
-        is_kept = jax.random.bernoulli(jax.random.key(1), 0.9, h.shape)
-        return jnp.where(is_kept, h / 0.9, 0.0) @ w[1] @ w[0]
-
-    assert _kept(fun) == ["bfloat16"] * 3 + ["bool"]
-
-
-@in_each_transformation
-def test_equal_layers_have_gradients_of_their_own(around):
-    expected = _exact(_layers, 2 if around is _in_scan else 1)
-    low = autocast(around(_layers), "mixed_float16")
-    assert _error(low, expected, *_arguments()) < 0.01
-
-
-def test_values_do_not_depend_on_whether_a_gradient_is_taken():
-    args = _arguments()
-    fun = autocast(functools.partial(_loss, _gelu), "mixed_bfloat16")
-    value, _ = gradients(fun, *args)
-    # XLA leaves out some casts to half and back, beside a backward pass others.
-    for alone in (jax.jit(fun), fun):
-        np.testing.assert_allclose(alone(*args), value, rtol=1e-3)

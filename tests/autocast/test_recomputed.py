@@ -58,7 +58,7 @@ def _in_scan(model):
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.one_of("policy")
+@pytest.mark.one_of("policy", "in_scan")
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("in_scan", [False, True])
 @pytest.mark.parametrize("model", MODELS)
@@ -141,7 +141,6 @@ BODIES = {
     "residual": _residual,
     "norm": _norm,
     "attention": _attention,
-    "numbers": lambda w, y: 0.5 * (1 - (y @ w)) * 1.7 + y / (1 + jnp.abs(y @ w)),
     "rolled": lambda w, y: jax.lax.scan(
         lambda y, _: (jnp.sin(y @ w) + y, None), y, length=2
     )[0],

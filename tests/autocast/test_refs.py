@@ -150,7 +150,8 @@ def test_what_is_read_of_refs_is_cast(name, half):
     def low(fun):
         return autocast(fun, POLICIES[half])
 
-    errors = {way: _values(PROGRAMS[name], way, low) for way in WAYS}
+    ways = WAYS if name in ("scan", "in_jit") else ("jit", "gradient", "of_gradient")
+    errors = {way: _values(PROGRAMS[name], way, low) for way in ways}
     known = {way: e for way, e in errors.items() if e is not None}
     assert "jit" in known
     assert all(e < 0.05 for e in known.values()), errors

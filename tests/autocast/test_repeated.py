@@ -1,6 +1,6 @@
-"""Smaller arrays that are repeated: resized images, keys of groups, ensembles.
+"""Lookups that repeat, as of resized images: their gradients are float32 sums.
 
-Their gradients are sums in float32, and that of a lookup that repeats is no scatter.
+They are no scatters.
 """
 
 import functools
@@ -26,8 +26,6 @@ pytestmark = [pytest.mark.standard_promotion, pytest.mark.one_of("half")]
 # Gradients of one sign.
 W, X = abs(normal(0, 8, 8)), abs(normal(1, 3, 6, 8))
 V, IMAGES = abs(normal(1, 4, 4)), abs(normal(0, 8, 6, 6, 4))
-TIMES = 5
-ACCUMULATED = f"{POLICIES['bf16']},reduce=float32"
 Loss = Callable[[Any, Any], Any]
 
 
@@ -51,69 +49,13 @@ AROUND: dict[str, Callable[[Loss], Loss]] = {
 
 
 @functools.cache
-def exact(loss: Loss, of_images: bool = False) -> np.ndarray:
-    """Return the gradient of what is repeated, in float64."""
-    return exact_gradients(loss, *((V, IMAGES) if of_images else (W, X)))[1]
-
-
-def _resized(w, x):
-    x = jax.image.resize(x @ w, (x.shape[0], 6 * TIMES, 8), "nearest")
-    kernel = jnp.stack([w[:, 1:]] * 3) / 3
-    axes = ("NWC", "WIO", "NWC")
-    return lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=axes)
-
-
-def _keys_of_groups(w, x):
-    keys = jnp.repeat((x @ w)[:, :, None], TIMES, axis=2)
-    return jnp.einsum("bsd,btgd->bgst", x, keys)
-
-
-def _of_an_ensemble(w, x):
-    members = jnp.stack([w[:, 1:]] * TIMES)[:, None]
-    return jnp.broadcast_to(x @ w, (TIMES, *x.shape)) @ members
+def exact(name: str) -> np.ndarray:
+    """Return the gradient of images that are resized, in float64."""
+    return exact_gradients(LOOKUPS[name], V, IMAGES)[1]
 
 
 def mean_of_squares(fun: Callable[..., Any]) -> Loss:
     return lambda w, x: jnp.mean(fun(w, x) ** 2)
-
-
-_NAMED = [_resized, _keys_of_groups, _of_an_ensemble]
-LOSSES = {fun.__name__: mean_of_squares(fun) for fun in _NAMED} | {
-    "tiled": mean_of_squares(lambda w, x: jnp.tile(x @ w, (1, TIMES, 1)) @ w[:, 1:]),
-}
-
-
-@IN_HALVES
-@pytest.mark.parametrize("around", ["nothing", "scan"])
-@pytest.mark.parametrize("name", LOSSES)
-def test_gradients_of_what_is_repeated_are_sums_in_float32(name, around, half):
-    """The gradient of x: the newest XLA adds products of bfloat16 in it on a CPU."""
-    loss = AROUND[around](LOSSES[name])
-    grad = jax.jit(jax.grad(autocast(loss, POLICIES[half], recompute=True), 1))
-    assert error(grad(W, X), exact(LOSSES[name])) < {"bf16": 6e-3, "f16": 6e-4}[half]
-
-
-def test_accumulators_and_second_derivatives():
-    loss = LOSSES["tiled"]
-
-    def along(fun):
-        return jax.jit(lambda w: jax.jvp(jax.grad(fun), (w, X), (w, X)))(W)
-
-    low = autocast(loss, ACCUMULATED, recompute=True)
-    for found, expected in zip(along(low), along(loss), strict=True):
-        assert error(found, expected) < 6e-3
-        assert (found != found.astype(jnp.bfloat16).astype(found.dtype)).any()
-
-
-def test_a_sum_of_many_equal_terms_does_not_stop_growing():
-    def loss(w, x):
-        return jnp.mean(jnp.broadcast_to(x @ w, (4096, 8)) @ w)
-
-    grad = jax.jit(jax.grad(autocast(loss, "mixed_bfloat16", recompute=True), 1))
-    assert error(grad(W, X[0, 0]), jax.grad(loss, 1)(W, X[0, 0])) < 6e-3
-
-
-# Lookups that repeat.
 
 
 def nearest(height: int, width: int) -> Callable[[Any], Any]:
@@ -174,8 +116,7 @@ def test_the_gradient_of_what_is_repeated_is_a_sum(name, around, half, recompute
     assert scatters(jax.grad(LOOKUPS[name]))
     with jax.transfer_guard("disallow"):  # indices are computed while it is traced
         assert bool(scatters(grad)) == (name in OTHERS)
-    expected = exact(LOOKUPS[name], of_images=True)
-    assert error(grad(V, IMAGES), expected) < {"bf16": 4e-3, "f16": 5e-4}[half]
+    assert error(grad(V, IMAGES), exact(name)) < {"bf16": 4e-3, "f16": 5e-4}[half]
 
 
 @IN_HALVES

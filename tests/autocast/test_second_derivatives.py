@@ -25,7 +25,7 @@ WIDTH = 8
 X = uniform(0, 64, WIDTH) - 0.25
 W = uniform(1, WIDTH, WIDTH) / 4
 G = 0.5 + uniform(2, 1, WIDTH)
-ROW, ONE = uniform(3, 1, WIDTH), jnp.float32(0.75)
+ROW = uniform(3, 1, WIDTH)
 
 
 def _net(combine: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -54,7 +54,6 @@ def scaled_in_shard_map(w, g):
 PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "times": _net(lambda h, g: h * g),
     "divided": _net(lambda h, g: h / g),
-    "dividing": _net(lambda h, g: g / (h + 4.0)),
     "times_and_plus": _net(lambda h, g: h * g + g),
     "times_a_row_of_h": _net(lambda h, g: h * (h[:1] * g)),
     "in_jit": _net(jax.jit(lambda h, g: h * g)),
@@ -109,11 +108,12 @@ def check(fun: Any, exact: Any, ways: Iterable[str], half: str) -> None:
 
 
 # What is asked of each program; of the first, every way.
+TWICE_BACKWARD_AND_FORWARD = "jacrev_of_grad", "jacfwd_of_jacfwd"
 CASES = [
     ("times", WAYS, ""),
-    *((name, ORDERS, "") for name in list(PROGRAMS)[1:]),
+    *((name, TWICE_BACKWARD_AND_FORWARD, "") for name in list(PROGRAMS)[1:]),
     # Gradients of weights are accumulators.
-    *((name, ORDERS, ",reduce=float32") for name in ("times_and_plus", "in_vmap")),
+    ("times_and_plus", ORDERS, ",reduce=float32"),
 ]
 
 
@@ -140,7 +140,7 @@ def test_derivatives_of_gradients_of_casts_by_hand(reduce_dtype, half) -> None:
     check(low, by_hand(np.float64), ORDERS, half)
 
 
-def _second(low: Callable[[Any], Any], is_row: bool) -> Any:
+def _second(low: Callable[[Any], Any]) -> Any:
     """Return what derives a residual stream's loss twice, for a size of the loss."""
     rng = np.random.default_rng(0)
     w, v, x, of = (rng.standard_normal(s).astype("f") for s in [(32, 32)] * 4)
@@ -148,10 +148,10 @@ def _second(low: Callable[[Any], Any], is_row: bool) -> Any:
     @low
     def loss(w, x, size):
         def layer(h, _):
-            scale = lax.rsqrt(jnp.mean(h * h, -1, keepdims=True)) if is_row else 1.0
+            scale = lax.rsqrt(jnp.mean(h * h, -1, keepdims=True))
             return h + jnp.tanh(h * scale @ w / 6) @ v / 6, None
 
-        return jnp.mean(lax.scan(layer, x, None, length=3)[0] * of) * size
+        return jnp.mean(lax.scan(layer, x, None, length=2)[0] * of) * size
 
     @jax.jit
     def second(size):
@@ -162,18 +162,16 @@ def _second(low: Callable[[Any], Any], is_row: bool) -> Any:
     return second
 
 
-@pytest.mark.parametrize("is_row", [True, False])
 @pytest.mark.parametrize(
     ("policy", "sizes"),
     [
-        ("mixed_bfloat16", [1.0, 1e-6, 1e6]),  # float16 has no such numbers
+        ("mixed_bfloat16", [1e-6, 1e6]),  # float16 has no such numbers
         ("mixed_float16", [1.0]),
     ],
 )
-def test_what_a_loop_keeps_in_two_bytes_has_second_derivatives(policy, sizes, is_row):
-    """JAX forgets rules of `jax.custom_jvp` in parts of a checkpoint in a loop."""
-    expected = _second(lambda loss: loss, is_row)(1.0)
-    second = _second(lambda loss: autocast(loss, policy), is_row)
+def test_second_derivatives_of_a_norm_in_a_loop(policy, sizes):
+    expected = _second(lambda loss: loss)(1.0)
+    second = _second(lambda loss: autocast(loss, policy))
     for size in sizes:
         assert largest_error(second(size), expected) < 0.06, size
 
@@ -185,15 +183,14 @@ def _normalized(h: Any) -> Any:
 # Functions of an array that `jet` can differentiate without autocast.
 SMOOTH: dict[str, Callable[[Any], Any]] = {
     "returned": lambda x: jnp.tanh(x @ W + ROW) @ W,
-    "mean": lambda x: jnp.mean((jnp.tanh(x @ W) @ W) ** 2),
     "norm": lambda x: _normalized(x @ W) @ W,
     "softmax": lambda x: jax.nn.softmax((x @ W) @ (x @ W).T) @ (x @ W),
     "take": lambda x: jnp.take(jnp.tanh(x @ W), np.asarray([0, 0, 2]), axis=0) @ W,
-    "broadcast": lambda x: jnp.broadcast_to(jnp.tanh(x @ W)[None], (2, 4, 8)) @ W,
     "jit": jax.jit(lambda x: jnp.tanh(x @ W) @ W),
 }
 
 
+@pytest.mark.one_of("recompute")
 @IN_HALVES
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("name", SMOOTH)

@@ -1,11 +1,9 @@
 """A weight that every iteration of a loop reads: its gradient is a product after it."""
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import jaxprs
@@ -91,15 +89,14 @@ def test_no_loop_carries_its_gradient_and_it_is_right(name: str, half: str) -> N
     low = autocast(loss, POLICIES[half])
     count = carried(jax.grad(loss), W, XS).count(W.shape)
     assert carried(jax.grad(low), W, XS).count(W.shape) == count - 1
+    exact, compiled = jax.grad(loss, (0, 1)), jax.jit(jax.grad(low, (0, 1)))
     for w, xs in ((W, XS), (ONE_SIGN, POSITIVE)):
-        expected = in_float64(jax.grad(loss, (0, 1)), w, xs)
-        value, found = jax.jit(jax.value_and_grad(low, (0, 1)))(w, xs)
-        assert float(value) == pytest.approx(float(jax.jit(low)(w, xs)), rel=1e-6)
+        found, expected = compiled(w, xs), in_float64(exact, w, xs)
         assert [x.dtype for x in found] == [jnp.float32] * 2
-        limit = {"bf16": 2e-2, "f16": 2e-3}[half]
-        assert largest_error(found, expected) < limit
+        assert largest_error(found, expected) < {"bf16": 2e-2, "f16": 2e-3}[half]
 
 
+@pytest.mark.one_of("half")
 @IN_HALVES
 def test_the_sum_is_float32_and_beyond_the_range_of_half(half: str) -> None:
     def loss(w, xs):
@@ -112,30 +109,6 @@ def test_the_sum_is_float32_and_beyond_the_range_of_half(half: str) -> None:
     found = jax.jit(jax.grad(autocast(loss, POLICIES[half])))(W, xs)
     assert found.min() > 2**16
     assert error(found, in_float64(jax.grad(loss), W, xs)) < 1e-3
-
-
-@pytest.mark.one_of("half")
-@IN_HALVES
-@pytest.mark.parametrize("name", ["gated", "mapped"])
-def test_second_derivatives_have_every_term(name: str, half: str) -> None:
-    loss, moves = LOSSES[name], (normal(3, *W.shape), normal(4, *XS.shape))
-
-    def slope(fun, w, xs):
-        directions = jax.tree.map(lambda x: x.astype(w.dtype), moves)
-        return jax.jvp(fun, (w, xs), directions)[1]
-
-    def along(fun, *args):
-        return slope(jax.grad(fun, (0, 1)), *args)
-
-    def backward(fun, *args):
-        return jax.grad(functools.partial(slope, fun), (0, 1))(*args)
-
-    expected = in_float64(functools.partial(along, loss), W, XS)
-    low = autocast(loss, POLICIES[half])
-    limit = {"bf16": 3e-2, "f16": 4e-3}[half]
-    for way in (along, backward):
-        found = jax.jit(functools.partial(way, low))(W, XS)
-        assert largest_error(found, expected) < limit
 
 
 MESH = jax.make_mesh((2,), ("data",), (AxisType.Auto,))
@@ -162,14 +135,16 @@ WAYS: dict[str, Callable[[Loss], Any]] = {
 }
 
 
+PLAIN_GRADIENT = jax.grad(LOSSES["plain"])
+
+
 @pytest.mark.one_of("half")
 @IN_HALVES
 @pytest.mark.parametrize("way", WAYS)
 def test_under_every_transformation(way: str, half: str) -> None:
-    loss = LOSSES["plain"]
-    low = autocast(loss, POLICIES[half])
+    low = autocast(LOSSES["plain"], POLICIES[half])
     found = jax.jit(lambda: WAYS[way](low))()
-    expected = in_float64(jax.grad(loss), ONE_SIGN, POSITIVE)
+    expected = in_float64(PLAIN_GRADIENT, ONE_SIGN, POSITIVE)
     assert error(found, expected) < {"bf16": 1e-2, "f16": 1e-3}[half]
 
 
@@ -252,17 +227,3 @@ def test_forward_mode_without_a_tangent_of_the_weight_keeps_no_iteration() -> No
         return memory.temp_size_in_bytes
 
     assert bytes_of(512) < 2 * bytes_of(8)
-
-
-@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
-def test_cells_of_flax(cell: Any) -> None:
-    model, x = nn.RNN(cell(WIDTH)), jnp.swapaxes(XS, 0, 1)
-    params = model.init(jax.random.key(1), x)
-
-    def loss(params, x):
-        return jnp.mean(jnp.square(jnp.asarray(model.apply(params, x))))
-
-    low = autocast(loss, POLICIES["bf16"])
-    assert W.shape not in carried(jax.grad(low), params, x)
-    found, expected = jax.grad(low)(params, x), jax.grad(loss)(params, x)
-    assert largest_error(found, expected) < 2e-2

@@ -50,7 +50,7 @@ def leaky_relu(s=SLOPE):
 
 def overlapping_slices(h=SEQUENCE):
     h = h @ W
-    return jax.nn.relu(jnp.stack([h[i : i + 30] for i in range(60)])) @ V
+    return jax.nn.relu(jnp.stack([h[i : i + 30] for i in range(0, 60, 2)])) @ V
 
 
 def context_in_scan(h=ROW):
@@ -66,7 +66,6 @@ _NAMED = [indexed_scalars, leaky_relu, overlapping_slices, context_in_scan]
 PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} | {
     "scalar_times": lambda s=ONE: (X @ W) * s @ V,
     "divided_by_scalar": lambda s=ONE: (X @ W) / s @ V,
-    "scalar_divided": lambda s=ONE: (s / (1.0 + X @ W)) @ V,
     "maximum_of_scalar": lambda s=ONE: jnp.maximum(X @ W, s) @ V,
     "chosen_scalar": lambda s=ONE: jnp.where(X > 0.5, X @ W, s) @ V,
     "scalar_in_remat": lambda s=ONE: jax.checkpoint(lambda s: (X @ W) * s @ V)(s),
@@ -74,7 +73,6 @@ PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} 
         lambda x: (x @ W) * s @ V, X.reshape(4, -1, WIDTH)
     ),
     "bias": lambda b=ZEROS: jax.nn.relu(X @ W + b) @ V,
-    "reshaped_bias": lambda b=ZEROS[0]: jnp.tanh(X @ W + b.reshape(1, -1)) @ V,
     "gather": lambda h=FEW: jax.nn.relu((h @ W)[INDICES]) @ V,
     "take_along_axis": lambda h=FEW: (
         jax.nn.relu(jnp.take_along_axis(h @ W, jnp.tile(INDICES[:, None], WIDTH), 0))
@@ -141,31 +139,6 @@ def test_a_sum_of_scaled_gradients_does_not_overflow_float16() -> None:
     assert error(found / scale, exact("scalar_times")) < 2**-9
 
 
-# What of a layer in a loop is read in float32 alone, or in half, or both.
-LAYERS: dict[str, Callable[[Any, Any], Any]] = {
-    "times": lambda h, s: h * s,
-    "divided": lambda h, s: h / s,
-    "times_before_a_product": lambda h, s: (h * s) @ W,
-    "bias_and_scale": lambda h, s: ((h + s) * s) @ W,
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_loop_keeps_half_values_for_the_backward_pass(name: str) -> None:
-    def loss(scales, x):
-        def layer(x, scale):
-            return LAYERS[name](x @ W, scale[None]), None
-
-        return jnp.sum(lax.scan(layer, x, scales)[0])
-
-    def kept(fun):
-        scales = jnp.ones((6, WIDTH))
-        (forward, _) = jaxprs.equations(jaxprs.trace(jax.grad(fun), scales, X), "scan")
-        return sum(v.aval.size * v.aval.dtype.itemsize for v in forward.outvars)
-
-    assert kept(autocast(loss, "mixed_bfloat16")) <= kept(loss) / 2 + X.nbytes
-
-
 # Code that is half without autocast.
 
 
@@ -182,7 +155,7 @@ def by_hand(table: Any, bias: Any, dtype: Any) -> Any:
 
 
 @IN_HALVES
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint])
 def test_sums_in_float32_of_code_cast_by_hand(half: str, wrap: Any) -> None:
     args, dtype = (FEW, jnp.zeros(WIDTH)), DTYPES[half]
     expected = jax.grad(by_hand, (0, 1))(*args, jnp.float32)
@@ -220,8 +193,6 @@ def test_a_loop_over_half_constants_sums_their_gradient_in_float32() -> None:
 # Functions that need the concrete value of a differentiated array.
 ASK: dict[str, Callable[[Any], Any]] = {
     "if": lambda x: 2.0 if x.sum() > 0 else 1.0,
-    "index": lambda x: range(99)[x.sum().astype(jnp.int32)],
-    "mask": lambda x: x[x > 0.5].astype(jnp.float32).sum(),
     "numpy": lambda x: np.asarray(lax.stop_gradient(x), np.float32).sum(),
 }
 
@@ -235,11 +206,10 @@ def test_what_asks_for_numbers_works_in_grad_without_jit_and_warns(ask: str) -> 
     with pytest.warns(UserWarning, match="asks needs the concrete value of an array"):
         found = jax.grad(sums_in_float32(asks))(table)
     np.testing.assert_array_equal(found, jax.grad(asks)(table))
-    with pytest.raises((TypeError, IndexError)) as error:
+    with pytest.raises(TypeError) as error:
         jax.jit(sums_in_float32(asks))(table)
-    if ask != "mask":  # where JAX names no function
-        line = f"{__file__}:{asks.__code__.co_firstlineno}"
-        assert f"asks at {line}" in str(error.value)
+    line = f"{__file__}:{asks.__code__.co_firstlineno}"
+    assert f"asks at {line}" in str(error.value)
 
 
 def test_a_float32_value_that_many_products_read_sums_their_gradients():
