@@ -161,22 +161,17 @@ class TrainState(train_state.TrainState):
             if n in self.update_on_skip
         }
         new = {n: x for n, x in kwargs.items() if n not in always}
-        params, opt_state, finite = train_step.update(
-            self.tx,
-            grads,
-            self.opt_state,
-            params,
-            value=value,
-            other_state=new,
-            old_other_state={name: getattr(self, name) for name in new},
+        old = {n: getattr(self, n) for n in new}
+        fields, finite = train_step.next_fields(
+            self, grads, value=value, new=new, old=old, params=params, ema=ema
         )
-        ema = train_step.update_ema(ema, params, self.ema_decay)
-        if overwritten is not None:  # not averaged
-            params = {"params": params, OVERWRITE_WITH_GRADIENT: overwritten}
-            if ema is not None:
-                ema = {"params": ema, OVERWRITE_WITH_GRADIENT: overwritten}
-        new = {"params": params, "ema": ema} | new
-        new = train_step.next_fields(self, finite, **new)
+        if overwritten is not None:  # neither updated by the optimiser nor averaged
+            old = self.params[OVERWRITE_WITH_GRADIENT]
+            chosen = trees.select_tree(finite, overwritten, old)
+            kept = {OVERWRITE_WITH_GRADIENT: chosen}
+            fields["params"] = {"params": fields["params"]} | kept
+            if ema is not None and "ema" not in kwargs:
+                fields["ema"] = {"params": fields["ema"]} | kept
         if "batch_stats" not in kwargs:
             train_step.warn_of_old_statistics(self.batch_stats, "batch_stats")
-        return self.replace(opt_state=opt_state, **(new | always))
+        return self.replace(**(fields | always))

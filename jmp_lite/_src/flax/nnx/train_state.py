@@ -165,22 +165,18 @@ class TrainState:
         always = self.update_on_skip
         on_skip, new_state = nnx.filter_state(given, always, ...)
         old_on_skip, old_state = nnx.filter_state(self.other_state, always, ...)
-        params, opt_state, finite = train_step.update(
-            self.tx,
+        fields, _ = train_step.next_fields(
+            self,
             grads,
-            self.opt_state,
-            self.params,
             value=value,
-            other_state=new_state,
-            old_other_state=old_state,
-        )
-        ema = train_step.update_ema(self.ema, params, self.ema_decay)
-        new = train_step.next_fields(
-            self, finite, params=params, other_state=given, ema=ema
+            new={"other_state": new_state},
+            old={"other_state": old_state},
+            params=self.params,
+            ema=self.ema,
         )
         on_skip = train_step.updated_on_skip(on_skip, old_on_skip)
-        new["other_state"] = nnx.merge_state(new["other_state"], on_skip)
+        fields["other_state"] = nnx.merge_state(fields["other_state"], on_skip)
         if other_state is None:
             statistics = nnx.filter_state(self.other_state, nnx.BatchStat)
             train_step.warn_of_old_statistics(statistics, "other_state")
-        return dataclasses.replace(self, opt_state=opt_state, **new)
+        return dataclasses.replace(self, **fields)
