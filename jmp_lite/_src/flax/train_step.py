@@ -99,25 +99,21 @@ def updated_on_skip(new: PyTree, old: PyTree) -> PyTree:
     return trees.select_tree(trees.all_finite(new), new, old)
 
 
-def init_ema(params: optax.Params, decay: float | None) -> PyTree:
-    """Return the first average, at least float32; None if there is no decay."""
-    if decay is None:
-        return None
-    # Copied: the step may donate the parameters.
-    return jax.tree.map(jnp.copy, trees.cast_at_least_float32(params))
-
-
-def check_start(
+def start(
     tx: object, params: optax.Params, batch_stats: PyTree, decay: float | None
-) -> None:
+) -> PyTree:
+    """Check what a train state begins with; return its first average, None if none."""
     base.as_transformation(tx)
     if not hasattr(params, "__contains__"):  # flax asks whether they have fp8
         raise TypeError(arguments.wrong("params", "a tree of arrays", params))
     base.check_leaves(params, "parameters")
     _check_finite(params, "parameters")
     _check_finite(batch_stats, "batch statistics")
-    if decay is not None:
-        arguments.number(decay, "ema_decay", "between 0 and 1", lambda x: 0 < x < 1)
+    if decay is None:
+        return None
+    arguments.number(decay, "ema_decay", "between 0 and 1", lambda x: 0 < x < 1)
+    # Copied: the step may donate the parameters.
+    return jax.tree.map(jnp.copy, trees.cast_at_least_float32(params))
 
 
 def warn_about(params: optax.Params, opt_state: optax.OptState) -> None:

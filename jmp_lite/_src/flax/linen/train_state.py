@@ -97,9 +97,9 @@ class TrainState(train_state.TrainState):
                 f"{cls.__name__} has no dynamic_scale: the loss scale is a part of the "
                 "optimiser's state. Use tx=jmp_lite.scale_aware(tx)."
             )
-        ema_decay = kwargs.get("ema_decay")
-        train_step.check_start(tx, params, kwargs.get("batch_stats"), ema_decay)
-        kwargs.setdefault("ema", train_step.init_ema(params, ema_decay))
+        statistics, ema_decay = kwargs.get("batch_stats"), kwargs.get("ema_decay")
+        first_average = train_step.start(tx, params, statistics, ema_decay)
+        kwargs.setdefault("ema", first_average)
         fields = {field.name for field in dataclasses.fields(cls)} - _OF_A_STEP
         names = kwargs.get("update_on_skip", ())
         is_list = isinstance(names, tuple | list)

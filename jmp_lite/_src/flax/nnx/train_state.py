@@ -104,7 +104,7 @@ class TrainState:
             update_on_skip = tuple(update_on_skip)
         graphdef, params, other_state = nnx.split(model, nnx.Param, ...)
         batch_stats = nnx.filter_state(other_state, nnx.BatchStat)
-        train_step.check_start(tx, params, batch_stats, ema_decay)
+        ema = train_step.start(tx, params, batch_stats, ema_decay)
         # A step may donate the state: copy the arrays of the model, and share none.
         params, other_state = jax.tree.map(jnp.copy, (params, other_state))
         state = cls(
@@ -112,7 +112,7 @@ class TrainState:
             params=params,
             other_state=other_state,
             opt_state=into_variables(tx.init(params)),
-            ema=train_step.init_ema(params, ema_decay),
+            ema=ema,
             graphdef=graphdef,
             tx=tx,
             ema_decay=ema_decay,
