@@ -82,3 +82,21 @@ def test_a_policy_of_which_no_pattern_is_a_path_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ModulePolicies(some).resolve(MODULES)
+
+
+
+def test_a_rule_starts_at_a_module_that_it_matches_if_the_enclosing_one_has_another():
+    inner = {"encoder/dense": F32, "encoder.*": BF16}
+    deep = "encoder/deep/er/dense"
+    for policy, classes, expected in [
+        (PolicyMap(BF16, {"encoder": "full"}), {}, ["encoder"]),
+        (
+            PolicyMap("full", inner),
+            {_Dense: "half"},
+            ["encoder", "encoder/dense", deep, "head"],
+        ),
+        (PolicyMap("full"), {object: "half"}, [""]),
+    ]:
+        found = ModulePolicies(policy, classes).resolve(MODULES)
+        assert [path for path, of in found.items() if of.is_rule_start] == expected
+    assert all(of.is_named for of in found.values())
