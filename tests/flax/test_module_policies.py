@@ -84,7 +84,6 @@ def test_a_policy_of_which_no_pattern_is_a_path_warns():
         ModulePolicies(some).resolve(MODULES)
 
 
-
 def test_a_rule_starts_at_a_module_that_it_matches_if_the_enclosing_one_has_another():
     inner = {"encoder/dense": F32, "encoder.*": BF16}
     deep = "encoder/deep/er/dense"
