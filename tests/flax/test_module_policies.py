@@ -6,10 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from jmp_lite import PolicyMap
-from jmp_lite._src.flax.module_policies import (
-    ModulePolicies,
-    enclosing_module,
-)
+from jmp_lite._src.flax.module_policies import ModulePolicies
 
 
 class _Layer: ...
@@ -29,10 +26,7 @@ MODULES = {
     "encoder/deep/er/dense": _Dense,  # not every part of a path is a module
     "head": _Dense,
 }
-
-
 F16, BF16, F32 = "float16", "bfloat16", "float32"
-
 
 # The default, rules for paths and for classes; the compute dtypes of `MODULES`.
 PRECEDENCE = {
@@ -77,16 +71,6 @@ def test_which_rule_a_module_has(case):
     found = ModulePolicies(PolicyMap(default, rules), classes).resolve(MODULES)
     computes = [jnp.dtype(of.policy.compute_dtype).name for of in found.values()]
     assert computes == expected
-
-
-def test_the_enclosing_module_of_a_path_is_the_innermost():
-    modules = {"": 0, "a": 1, "a/b/c": 2}
-    assert enclosing_module("a/b/c/kernel", modules) == "a/b/c"
-    assert enclosing_module("a/b/kernel", modules) == "a"
-    assert enclosing_module("ab/kernel", modules) == ""
-    # Not itself: a parameter may have that name.
-    assert enclosing_module("a", modules) == ""
-    assert enclosing_module("b/kernel", {"a": 1}) is None
 
 
 def test_a_policy_of_which_no_pattern_is_a_path_warns():

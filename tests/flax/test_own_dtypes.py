@@ -20,6 +20,7 @@ from flax_inputs import (
     explain,
     grad_dtypes,
     in_both_halves,
+    of_both,
     output,
     products,
     run,
@@ -27,7 +28,7 @@ from flax_inputs import (
     under_policies,
     with_policy,
 )
-from linen_models import TRAINING, Transformer, init, shapes
+from linen_models import TRAINING, Transformer, shapes
 
 from jmp_lite import PolicyMap, linen
 from jmp_lite import nnx as jmp_nnx
@@ -219,20 +220,14 @@ def test_a_default_that_reaches_no_product_of_an_nnx_model_warns():
 
 
 @in_both_halves
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
-def test_a_model_in_the_other_half_warns(kind, half):
+@of_both
+def test_a_model_in_the_other_half_warns(flax, half):
     """As float16 models whose policy says bfloat16: they would have no loss scale."""
     other = jnp.bfloat16 if half == "float16" else jnp.float16
+    model = with_policy(flax.make(flax.Mlp, dtype=other), f"mixed_{half}")
     name = f"0 of the 2 matrix products of Mlp run in {half}"
-    if kind == "linen":
-        model = with_policy(linen_models.Mlp(other), f"mixed_{half}")
-        variables = init(model, X)
-        with pytest.warns(UserWarning, match=name):
-            model.apply(variables, X)
-        return
-    model = with_policy(nnx_models.Mlp(nnx.Rngs(0), other), f"mixed_{half}")
     with pytest.warns(UserWarning, match=name):
-        model(X)
+        output(model, X)
 
 
 # No warning if something is in half, or nothing should be.

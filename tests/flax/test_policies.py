@@ -319,19 +319,3 @@ def test_one_map_serves_with_policy_autocast_and_casts(pattern, place):
     for call in (with_policy(deep, wrong).apply, jmp.autocast(deep.apply, wrong)):
         with pytest.raises(ValueError, match="'Mlp/body' matches no path"):
             call(variables, X)
-
-
-def test_an_error_in_a_model_changes_nothing():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x, fail):
-            x = nn.Dense(2)(x)
-            if fail:
-                raise RuntimeError("as asked")
-            return x
-
-    model = with_policy(Model(), "mixed_float16")
-    with pytest.raises(RuntimeError, match="as asked"):
-        linen_models.call(model, X, True)(init(model, X, False))
-    assert products(model, X, False) == {("float16",) * 3}
-    assert products(Model(), X, False) == {("float32",) * 3}

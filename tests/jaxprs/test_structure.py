@@ -10,15 +10,15 @@ import pytest
 from jax import lax
 
 from jmp_lite._src import compat
-from jmp_lite._src.jaxprs.structure import Alike, structure
+from jmp_lite._src.jaxprs.structure import numbering, structure
 
 X = jnp.ones((3, 3))
-ALIKE = Alike(lambda eqn: (None, ()))
+NUMBER = numbering(lambda eqn: (None, ()))
 
 
 def structure_of(fun: Callable[..., Any], *args: Any) -> Any:
     opened = compat.open_jaxpr(jax.make_jaxpr(fun)(*(args or (X, X))))
-    return structure(opened, lambda eqn: (None, ()), alike=ALIKE)
+    return structure(opened, lambda eqn: (None, ()), number=NUMBER)
 
 
 def layer(x, y):

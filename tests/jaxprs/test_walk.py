@@ -242,17 +242,6 @@ def test_a_run_knows_the_iterations_in_the_order_in_which_they_run():
     ]
 
 
-def test_a_long_program_is_run_in_parts():
-    def fun(x, n):
-        for _ in range(80):
-            x, n = jnp.sin(x) + n, n + 1.0
-        return x, n
-
-    result, depths, ran = run(jax.jit(fun), np.float32(1.0), np.float32(0.0))
-    assert_close(result, fun(jnp.float32(1.0), jnp.float32(0.0)))
-    assert depths == [160, 80] and len(ran) == 240
-
-
 def test_what_is_carried_goes_through_calls_loops_and_branches():
     def fun(x, y, ys):
         x = jax.jit(jnp.sin)(x)  # 1

@@ -5,6 +5,7 @@ Shared by the `with_policy` of linen and of nnx; does not import flax.
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
@@ -156,18 +157,21 @@ class ModulePolicies:
                 f"it has {names}. (allow_unused=True in a PolicyMap disables this "
                 "check.)"
             )
-        resolved: dict[str, ModulePolicy] = {}
-        for path in sorted(modules, key=lambda p: p.count("/") + bool(p)):
-            outer = enclosing_module(path, resolved)
-            default = ModulePolicy(self.policy.default)
-            inherited = default if outer is None else resolved[outer]
-            is_outer = outer is not None and found[outer] == found[path]
-            named = self._rule_at(None if is_outer else found[path], modules[path])
+
+        @functools.cache
+        def resolved(path: str) -> ModulePolicy:
+            outer, index = enclosing_module(path, modules), found[path]
+            inherited = ModulePolicy(self.policy.default)
+            if outer is not None:
+                inherited = resolved(outer)
+                index = None if index == found[outer] else index
+            named = self._rule_at(index, modules[path])
             rule, policy = named or (inherited.rule, inherited.policy)
             is_start = rule != inherited.rule
             own = own_dtypes.get(path) if own_dtypes else None
-            resolved[path] = ModulePolicy(policy, rule, bool(named), is_start, own)
-        return {path: resolved[path] for path in modules}
+            return ModulePolicy(policy, rule, bool(named), is_start, own)
+
+        return {path: resolved(path) for path in modules}
 
     def _rule_at(self, index: int | None, module: type) -> tuple[str, Policy] | None:
         """Return the rule that names a module, and its policy; None if none does.
@@ -263,14 +267,10 @@ class Explanation(reports.Report):
         raise KeyError(f"no module {path!r} in {[row.path for row in self.rows]}")
 
     def _table(self, every):
-        return reports.Table(
-            "Policies of modules",
-            [field.name for field in dataclasses.fields(ModuleDtypes)],
-            [
-                list(vars(row).values())
-                for row in self.rows[: None if every else reports.LINES]
-            ],
-        )
+        rows = self.rows if every else self.rows[: reports.LINES]
+        columns = [field.name for field in dataclasses.fields(ModuleDtypes)]
+        cells = [list(vars(row).values()) for row in rows]
+        return reports.Table("Policies of modules", columns, cells)
 
 
 def explain(
@@ -285,19 +285,17 @@ def explain(
     By the path of a module: its class, its policy, and its output dtypes if known;
     `in_fp8` are those with matrix products in fp8.
     """
-    owned = params_by_module(params, modules)
-    rows = [
-        ModuleDtypes(
+    owned, rows = params_by_module(params, modules), []
+    for path, cls in modules.items():
+        stored = {dtypes.dtype_name(leaf.dtype) for leaf in owned.get(path, ())}
+        compute = dtypes.dtype_name(resolved[path].compute_dtype)
+        row = ModuleDtypes(
             path=path,
             module=cls.__name__,
-            params=tuple(
-                sorted({dtypes.dtype_name(leaf.dtype) for leaf in owned.get(path, ())})
-            ),
-            compute=dtypes.dtype_name(resolved[path].compute_dtype)
-            + (", products in fp8" if path in in_fp8 else ""),
+            params=tuple(sorted(stored)),
+            compute=f"{compute}, products in fp8" if path in in_fp8 else compute,
             output=tuple(outputs.get(path, ())),
             why=resolved[path].why(path),
         )
-        for path, cls in modules.items()
-    ]
+        rows.append(row)
     return Explanation(tuple(rows))

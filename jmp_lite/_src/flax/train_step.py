@@ -4,7 +4,7 @@ Shared by `linen.TrainState` and `nnx.TrainState`; does not import flax.
 """
 
 import warnings
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -27,22 +27,23 @@ _ADVICE = (
 )
 
 
-def update(
-    tx: optax.GradientTransformation,
+def next_fields(
+    state: Any,
     grads: optax.Updates,
-    opt_state: optax.OptState,
-    params: optax.Params,
     *,
-    value: ArrayLike | None = None,
-    other_state: PyTree = None,
-    old_other_state: PyTree = None,
-) -> tuple[optax.Params, optax.OptState, jax.Array]:
-    """Return the next parameters and optimiser state, and whether they were updated.
+    value: ArrayLike | None,
+    new: dict[str, PyTree],
+    old: dict[str, PyTree],
+    params: optax.Params,
+    ema: PyTree,
+) -> tuple[dict[str, PyTree], jax.Array]:
+    """Return new values of fields of a train state, and whether a step was applied.
 
-    A step is skipped as `TrainState` documents it; an element of `other_state` that was
-    infinite before, as in a mask, does not skip it.
+    `params` and `ema` are what the optimiser updates, and its average. A step is
+    skipped as `TrainState` documents it; an element of the `new` fields that was
+    infinite in the `old` ones, as in a mask, does not skip it.
     """
-    others_finite = _all_still_finite(other_state, old_other_state)
+    others_finite = _all_still_finite(new, old)
     extra = {} if value is None else {"value": value}
 
     # A scale-aware optimiser takes it for a bad forward pass: it skips the step and
@@ -51,26 +52,23 @@ def update(
         told = OtherResultsFinite(state.loss_scale, others_finite)
         return state._replace(loss_scale=told)
 
-    told = trees.map_nodes(tell, opt_state, ScaleAwareState)
-    tx = base.as_transformation(tx)
-    updates, new_opt_state = tx.update(grads, told, params, **extra)
-    new_opt_state = trees.map_nodes(
-        lambda x: x.loss_scale, new_opt_state, OtherResultsFinite
-    )
-    base.check_structure(new_opt_state, opt_state, "a train state", _ADVICE)
+    told = trees.map_nodes(tell, state.opt_state, ScaleAwareState)
+    tx = base.as_transformation(state.tx)
+    updates, opt_state = tx.update(grads, told, params, **extra)
+    opt_state = trees.map_nodes(lambda x: x.loss_scale, opt_state, OtherResultsFinite)
+    base.check_structure(opt_state, state.opt_state, "a train state", _ADVICE)
     if lost := set(trees.key_paths(params)) - set(trees.key_paths(updates)):
         raise ValueError(
             f"Expected a gradient of every parameter, got None for {sorted(lost)[:4]}. "
             "Freeze a parameter with optax.partition and optax.set_to_zero."
         )
-    new_params = optax.apply_updates(params, updates)
     finite = jnp.array(True)
-    if not _is_scale_aware(opt_state):
+    if not _is_scale_aware(state.opt_state):
         # Transformations outside of a scale-aware optimiser see the gradients first,
         # and may withhold them from it, as optax.MultiSteps does.
         finite = trees.all_finite((grads, value)) & others_finite
-    for _, state in trees.find(new_opt_state, ScaleAwareState):
-        finite = finite & state.last_finite
+    for _, part in trees.find(opt_state, ScaleAwareState):
+        finite = finite & part.last_finite
 
     def select(new, old):
         if not _is_scale_aware(new):
@@ -79,14 +77,21 @@ def update(
         inner_state = trees.select_tree(finite, new.inner_state, old.inner_state)
         return new._replace(inner_state=inner_state)
 
-    opt_state = jax.tree.map(select, new_opt_state, opt_state, is_leaf=_is_scale_aware)
-    return trees.select_tree(finite, new_params, params), opt_state, finite
-
-
-def next_fields(state: PyTree, finite: jax.Array, /, **new: PyTree) -> dict:
-    """Return new fields of a train state, and its step; the old ones if not finite."""
-    new["step"] = optax.safe_increment(state.step)
-    return trees.select_tree(finite, new, {name: getattr(state, name) for name in new})
+    new_params = optax.apply_updates(params, updates)
+    new_ema = ema
+    if state.ema_decay is not None:
+        wide = trees.cast_at_least_float32(new_params)
+        new_ema = optax.incremental_update(wide, ema, 1 - state.ema_decay)
+    step = optax.safe_increment(state.step)
+    fields = trees.select_tree(
+        finite,
+        {"step": step, "params": new_params, "ema": new_ema} | new,
+        {"step": state.step, "params": params, "ema": ema} | old,
+    )
+    fields["opt_state"] = jax.tree.map(
+        select, opt_state, state.opt_state, is_leaf=_is_scale_aware
+    )
+    return fields, finite
 
 
 def updated_on_skip(new: PyTree, old: PyTree) -> PyTree:
@@ -94,33 +99,21 @@ def updated_on_skip(new: PyTree, old: PyTree) -> PyTree:
     return trees.select_tree(trees.all_finite(new), new, old)
 
 
-def init_ema(params: optax.Params, decay: float | None) -> PyTree:
-    """Return the first average, at least float32; None if there is no decay."""
-    if decay is None:
-        return None
-    # Copied: the step may donate the parameters.
-    return jax.tree.map(jnp.copy, trees.cast_at_least_float32(params))
-
-
-def update_ema(ema: PyTree, params: optax.Params, decay: float | None) -> PyTree:
-    """Return `decay * ema + (1 - decay) * params`; `ema` if there is no decay."""
-    if decay is None:
-        return ema
-    params = trees.cast_at_least_float32(params)
-    return optax.incremental_update(params, ema, 1 - decay)
-
-
-def check_start(
+def start(
     tx: object, params: optax.Params, batch_stats: PyTree, decay: float | None
-) -> None:
+) -> PyTree:
+    """Check what a train state begins with; return its first average, None if none."""
     base.as_transformation(tx)
     if not hasattr(params, "__contains__"):  # flax asks whether they have fp8
         raise TypeError(arguments.wrong("params", "a tree of arrays", params))
     base.check_leaves(params, "parameters")
     _check_finite(params, "parameters")
     _check_finite(batch_stats, "batch statistics")
-    if decay is not None:
-        arguments.number(decay, "ema_decay", "between 0 and 1", lambda x: 0 < x < 1)
+    if decay is None:
+        return None
+    arguments.number(decay, "ema_decay", "between 0 and 1", lambda x: 0 < x < 1)
+    # Copied: the step may donate the parameters.
+    return jax.tree.map(jnp.copy, trees.cast_at_least_float32(params))
 
 
 def warn_about(params: optax.Params, opt_state: optax.OptState) -> None:

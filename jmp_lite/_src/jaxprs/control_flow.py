@@ -10,7 +10,6 @@ primitive that the first function does not know (it returns None).
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -93,14 +92,12 @@ def map_scopes(
     @functools.cache
     def mapped(jaxpr):
         opened = compat.open_jaxpr(jaxpr)
-        inside = (
+        inside = [
             eqn if sub_jaxprs(eqn) is None else core.map_jaxprs(eqn, mapped)
             for eqn in opened.eqns
-        )
-        made = fun(opened, [*inside])
-        is_same = len(made) == len(opened.eqns) and all(
-            map(operator.is_, made, opened.eqns)
-        )
+        ]
+        made = fun(opened, inside)
+        is_same = [*map(id, made)] == [*map(id, opened.eqns)]
         return jaxpr if is_same else compat.with_eqns(jaxpr, made)
 
     return mapped(closed)
@@ -113,9 +110,8 @@ def why_not_opened(eqn: Eqn) -> str:
         return "branches per platform"
     if name in _RULES:
         return "a form of it that is not understood"
-    infos = (compat.open_jaxpr(jaxpr).debug_info for jaxpr in compat.jaxprs_of(eqn))
-    names = ", ".join(dict.fromkeys(info.func_name for info in infos))
-    return f"it runs functions of its own ({names})"
+    names = [jaxpr.debug_info.func_name for jaxpr in compat.jaxprs_of(eqn)]
+    return f"it runs functions of its own ({', '.join(dict.fromkeys(names))})"
 
 
 def count_eqns(eqns: Iterable[Eqn], number_of: Callable[[Eqn], int]) -> int:
@@ -174,18 +170,17 @@ def as_sub_jaxpr(jaxpr: AnyJaxpr, first: int, **fields: Any) -> SubJaxpr:
 # jit, a closed call, remat: one jaxpr, its inputs and outputs are the equation's.
 
 
-def _call_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
-    jaxpr = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    if jaxpr is None or len(compat.open_jaxpr(jaxpr).invars) != len(eqn.invars):
-        return None
-    donated = eqn.params.get("donated_invars", (False,) * len(eqn.invars))
-    kept = frozenset(i for i, d in enumerate(donated) if d)
-    return (as_sub_jaxpr(jaxpr, 0, fixed_in=kept),)
+def _call_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...]:
+    kept = frozenset(i for i, d in enumerate(eqn.params.get("donated_invars", ())) if d)
+    return (as_sub_jaxpr(eqn.params[_key(eqn)], 0, fixed_in=kept),)
+
+
+def _key(eqn: Eqn) -> str:
+    return "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
 
 
 def _build_call(context: RebuildContext) -> list[Array]:
-    eqn = context.eqn
-    key = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
+    eqn, key = context.eqn, _key(context.eqn)
     jaxpr, consts = compat.match_jaxpr_type(context.bodies[0].closed(), eqn.params[key])
     return binding.bind(eqn, [*consts, *context.args], {**eqn.params, key: jaxpr})
 
@@ -247,8 +242,7 @@ def _build_while(context: RebuildContext) -> list[Array]:
 
 
 def _cond_sub_jaxprs(eqn: Eqn) -> tuple[SubJaxpr, ...] | None:
-    is_per_platform = eqn.params.get("branches_platforms") is not None
-    if is_per_platform or core.shape(eqn.invars[0]) or "branches" not in eqn.params:
+    if eqn.params.get("branches_platforms") is not None:
         return None
     return tuple(as_sub_jaxpr(branch, 1) for branch in eqn.params["branches"])
 

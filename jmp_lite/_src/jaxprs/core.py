@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -12,20 +13,14 @@ from jax import export
 from jmp_lite._src import compat, dtypes
 from jmp_lite._src.compat import AnyJaxpr, Dimension
 
-Jaxpr: TypeAlias = compat.Jaxpr
-"""An open jaxpr."""
-ClosedJaxpr: TypeAlias = compat.ClosedJaxpr
-"""A jaxpr with the values of its constvars."""
+Jaxpr: TypeAlias = compat.Jaxpr  # open
+ClosedJaxpr: TypeAlias = compat.ClosedJaxpr  # with the values of its constvars
 Eqn: TypeAlias = compat.JaxprEqn
-"""An equation of a jaxpr."""
-Var: TypeAlias = compat.Var | compat.Literal
-"""A variable of a jaxpr, or a literal."""
-Params: TypeAlias = Mapping[str, Any]
-"""The parameters of an equation."""
+Var: TypeAlias = compat.Var | compat.Literal  # a variable of a jaxpr, or a literal
+Params: TypeAlias = Mapping[str, Any]  # the parameters of an equation
+# What is decided for a jaxpr or an equation, None without: see `autocast.storage`.
 Plan: TypeAlias = Any
-"""What is decided for a jaxpr or an equation, None without: see `autocast.storage`."""
-Equations: TypeAlias = Any
-"""A jaxpr, or anything with its attributes."""
+Equations: TypeAlias = Any  # a jaxpr, or anything with its attributes
 
 F32 = np.dtype(np.float32)
 _BOOL = np.dtype(bool)
@@ -38,10 +33,7 @@ def variables(operands: Iterable[Var]) -> Iterator[Var]:
 
 def bit_or(bits: Iterable[int]) -> int:
     """Return the bits that any of several numbers has."""
-    found = 0
-    for x in bits:
-        found |= x
-    return found
+    return functools.reduce(operator.or_, bits, 0)
 
 
 def inner_eqns(eqn: Eqn) -> Iterator[Eqn]:
@@ -73,19 +65,22 @@ def is_f32(var: Var) -> bool:
     return dtype_of(var) == F32
 
 
-def is_float(var: Var) -> bool:
-    """Return whether a variable is floating or complex."""
-    dtype = dtype_of(var)
-    return dtype is not None and _is_inexact(dtype)
+def is_half(var: Var) -> bool:
+    return dtypes.is_half(dtype_of(var))
 
 
 def is_bool(var: Var) -> bool:
     return dtype_of(var) == _BOOL
 
 
+def is_float(var: Var) -> bool:
+    """Return whether a variable is floating or complex."""
+    return _is_inexact(dtype_of(var))
+
+
 @functools.cache
-def _is_inexact(dtype: np.dtype) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
+def _is_inexact(dtype: np.dtype | None) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 # What a symbolic dimension counts as, of a function that `jax.export` traces.
@@ -121,10 +116,6 @@ def shape(var: Var) -> tuple[Dimension, ...]:
 
 def size(var: Var) -> int:
     return total(shape(var))
-
-
-def is_half(var: Var) -> bool:
-    return dtypes.is_half(dtype_of(var))
 
 
 def map_jaxprs(eqn: Eqn, fun: Callable[[AnyJaxpr], AnyJaxpr]) -> Eqn:

@@ -4,7 +4,6 @@ JAX compares the operand: `x > 0` is `max(x, 0) > 0`, whose operand is needed no
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,12 +12,7 @@ from jmp_lite._src.jaxprs import control_flow
 from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import CALLS
 
-
-class _Limit(NamedTuple):
-    """What limits a variable from below."""
-
-    var: Var
-    least: float
+_Limit = tuple[Var, float]  # a variable, and what limits it from below
 
 
 def read_off_results(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -33,7 +27,7 @@ def _read_off_results(_: Jaxpr, eqns: Sequence[Eqn]) -> list[Eqn]:
         compared = _limit_of(eqn, "gt")
         if compared is not None and compared in results:
             result = results[compared]
-            operands = [result if v is compared.var else v for v in eqn.invars]
+            operands = [result if v is compared[0] else v for v in eqn.invars]
             eqn = eqn.replace(invars=operands)
         limit = _limit_of(eqn, "max")
         if limit is not None:
@@ -49,12 +43,12 @@ def _limit_of(eqn: Eqn, name: str) -> _Limit | None:
         if len(body.eqns) != 1 or body.outvars != body.eqns[0].outvars:
             return None
         inner = _limit_of(body.eqns[0], name)
-        if inner is None or inner.var not in body.invars:
+        if inner is None or inner[0] not in body.invars:
             return None
-        return inner._replace(var=eqn.invars[body.invars.index(inner.var)])
+        return eqn.invars[body.invars.index(inner[0])], inner[1]
     if eqn.primitive.name != name:
         return None
     var, least = eqn.invars
     if compat.is_literal(var) or not compat.is_literal(least) or np.ndim(least.val):
         return None
-    return _Limit(var, float(least.val))
+    return var, float(least.val)

@@ -28,10 +28,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from jmp_lite._src import compat
-from jmp_lite._src.jaxprs.core import Eqn, Params
+from jmp_lite._src.jaxprs.core import Params
 
 T = TypeVar("T")
-
 
 CLASSES = ("half", "float32", "promote", "passthrough", "unchanged")
 
@@ -39,74 +38,37 @@ CLASSES = ("half", "float32", "promote", "passthrough", "unchanged")
 class Fact:
     """What is known of a primitive, as bits of an int: `enum.Flag` slows tracing."""
 
-    PRODUCT = 1 << 0
-    """A matrix product, which matrix units compute."""
-
+    PRODUCT = 1 << 0  # a matrix product, which matrix units compute
+    # Every number of a result is one of the first operand, or of the operand with the
+    # result's index if there are as many operands as results.
     MOVES = 1 << 1
-    """Every number of a result is one of the first operand, or of the operand with the
-    result's index if there are as many operands as results."""
-
-    PERMUTES = 1 << 2
-    """Every number of the operand is in the result, as often as any other."""
-
-    JOINS = 1 << 3
-    """Every number of the result is one of several operands."""
-
-    CHOOSES = 1 << 4
-    """Which of the numbers is in the result depends on numbers or on a mask."""
-
-    IN_ORDER = 1 << 5
-    """A result of the operand's size has its numbers in the same order."""
-
+    PERMUTES = 1 << 2  # every number of the operand is in the result equally often
+    JOINS = 1 << 3  # every number of the result is one of several operands
+    CHOOSES = 1 << 4  # which numbers are in the result depends on numbers or a mask
+    IN_ORDER = 1 << 5  # a result of the operand's size has its numbers in its order
+    # A number may be in the result several times, by the operation itself or where
+    # `vmap` maps its indices alone: its gradient is a sum.
     REPEATS = 1 << 6
-    """A number may be in the result several times, by the operation itself or where
-    `vmap` maps its indices alone: its gradient is a sum."""
-
-    SUMS = 1 << 7
-    """Every number of the result is a sum over many numbers, or made of one."""
-
-    ELEMENTWISE = 1 << 8
-    """Every number of the result is computed of those at its place."""
-
-    LINEAR = 1 << 9
-    """Elementwise, and the result of a sum of operands is the sum of the results."""
-
-    LIMITS = 1 << 10
-    """Every number of the result is an operand's at its place, chosen by size."""
-
-    COMPARES = 1 << 11
-    """Whether an operand is equal to, or larger than, another."""
-
-    EXPONENTIAL = 1 << 12
-    """Sums become products."""
-
-    LOGARITHM = 1 << 13
-    """Products become sums."""
-
-    PERIODIC = 1 << 14
-    """The operand is an angle: a whole turn changes nothing."""
-
+    SUMS = 1 << 7  # every number of the result is a sum of many, or made of one
+    ELEMENTWISE = 1 << 8  # every number of the result is computed of those at its place
+    LINEAR = 1 << 9  # elementwise; the result of a sum is the sum of the results
+    LIMITS = 1 << 10  # every number is an operand's at its place, chosen by size
+    COMPARES = 1 << 11  # whether an operand is equal to, or larger than, another
+    EXPONENTIAL = 1 << 12  # sums become products
+    LOGARITHM = 1 << 13  # products become sums
+    PERIODIC = 1 << 14  # the operand is an angle: a whole turn changes nothing
+    # Exact on small whole numbers: the result has the digits of its operands.
     ARITHMETIC = 1 << 15
-    """Exact on small whole numbers: the result has the digits of its operands."""
-
-    BROADCASTS = 1 << 16
-    """Elementwise in several operands, one of which may have been broadcast."""
-
-    EXACT = 1 << 17
-    """To round the operands is to round the result."""
-
-    SATURATES = 1 << 18
-    """Large operands give 1 or -1, or 2, whatever their size."""
-
+    BROADCASTS = 1 << 16  # elementwise in several operands; one may be broadcast
+    EXACT = 1 << 17  # to round the operands is to round the result
+    SATURATES = 1 << 18  # large operands give 1 or -1, or 2, whatever their size
+    # Reads the distance of an operand from 1: its rounding is most of the result.
     NEAR_ONE = 1 << 19
-    """Reads the distance of an operand from 1: its rounding is most of the result."""
-
+    # Reads the fraction of an operand, or jumps: a rounding changes the result wholly,
+    # so that not even the result of a matrix product may be rounded.
     FRACTION = 1 << 20
-    """Reads the fraction of an operand, or jumps: a rounding changes the result wholly,
-    so that not even the result of a matrix product may be rounded."""
-
+    # Multiplies numbers of an operand with one another: their relative errors add.
     MULTIPLIES = 1 << 21
-    """Multiplies numbers of an operand with one another: their relative errors add."""
 
 
 class Primitive(NamedTuple):
@@ -202,13 +164,13 @@ _TABLE["unchanged", "linear algebra, order, solvers"] = (
     (Fact.FRACTION, "tridiagonal_solve custom_linear_solve sort top_k approx_top_k"),
 )
 
+# What is known of each primitive, by its name as a jaxpr prints it.
 PRIMITIVES: dict[str, Primitive] = {
     name: Primitive(op_class, facts, source)
     for (op_class, source), groups in _TABLE.items()
     for facts, names in groups
     for name in names.split()
 }
-"""What is known of each primitive, by its name as a jaxpr prints it."""
 
 # The operands that a JOINS holds numbers of, where it has others.
 _JOINED = {
@@ -216,7 +178,6 @@ _JOINED = {
     "dynamic_update_slice": slice(2),
     "scatter": slice(0, None, 2),
 }
-
 
 # f(s * x, t * y) = s**d * t**e * f(x, y) for positive s and t: d and e.
 _DEGREES = {
@@ -231,6 +192,8 @@ _DEGREES = {
     "select_and_scatter_add": (1.0, 0.0),
 }
 
+# What NumPy has in their place, of primitives that have their extremes on intervals at
+# ends of these or at 0.
 ON_HOST: dict[str, np.ufunc] = {
     "add": np.add,
     "sub": np.subtract,
@@ -241,29 +204,15 @@ ON_HOST: dict[str, np.ufunc] = {
     "max": np.maximum,
     "min": np.minimum,
 }
-"""What NumPy has in their place, of primitives that have their extremes on intervals at
-ends of these or at 0."""
-
-CAST = "convert_element_type"
-"""The primitive that changes the dtype."""
-
+CAST = "convert_element_type"  # changes the dtype
+# Their results are their operands, rounded, or parts of these.
 PARTS = (CAST, "reduce_precision", "real", "imag", "conj", "complex")
-"""The primitives whose results are their operands, rounded, or parts of these."""
-
-LOOPS = ("scan", "while")
-"""The primitives that run a jaxpr several times."""
-
+LOOPS = ("scan", "while")  # run a jaxpr several times
+# Run one jaxpr as if it stood there, but for its derivative.
 CALLS = ("jit", compat.CLOSED_CALL, "custom_jvp_call")
-"""The primitives that run one jaxpr as if it stood there, but for its derivative."""
-
-CHECKPOINTS = ("remat2", "checkpoint")
-"""The primitives whose jaxpr the backward pass runs again."""
-
-CONTROL_FLOW = (*LOOPS, "cond")
-"""Loops and branches."""
-
-FOLLOWED = (*CALLS, *CHECKPOINTS, "custom_vjp_call", *CONTROL_FLOW)
-"""The primitives whose sub-jaxprs are part of the program, equation by equation."""
+CHECKPOINTS = ("remat2", "checkpoint")  # the backward pass runs their jaxpr again
+# Their sub-jaxprs are part of the program, equation by equation.
+FOLLOWED = (*CALLS, *CHECKPOINTS, "custom_vjp_call", *LOOPS, "cond")
 
 
 def degrees(name: str, params: Params) -> tuple[float, ...]:
@@ -276,16 +225,6 @@ def degrees(name: str, params: Params) -> tuple[float, ...]:
     if name == "integer_pow":
         return (float(params["y"]),)
     return (1.0, 1.0) if facts(name) & Fact.PRODUCT else _DEGREES.get(name, ())
-
-
-def degree(eqn: Eqn) -> float | None:
-    """Return the sum of `degrees` over the variables of an equation, None if unknown.
-
-    Of `x * y` it is 2, of `3 * x` 1, of `x / y` 0.
-    """
-    powers = degrees(eqn.primitive.name, eqn.params)
-    pairs = zip(eqn.invars, powers, strict=False)
-    return sum(d for v, d in pairs if not compat.is_literal(v)) if powers else None
 
 
 def facts(name: str) -> int:

@@ -19,7 +19,7 @@ from jmp_lite._src import compat
 from jmp_lite._src.compat import SourceInfo
 from jmp_lite._src.jaxprs import binding, core, name_scopes, sources
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, variables
-from jmp_lite._src.jaxprs.structure import Alike, structure
+from jmp_lite._src.jaxprs.structure import Numbers, numbering, structure
 
 # A program of fewer equations is traced as it is.
 LEAST_EQNS = 64
@@ -48,9 +48,9 @@ def run(fun: Callable[..., list[Array]], args: Sequence[Array]) -> list[Array]:
     jaxpr, consts = compat.open_jaxpr(closed), compat.consts_of(closed)
     values: dict[Var, Array] = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
-    alike = Alike(place)
-    pieces = cut(jaxpr, alike)
-    keys = [structure(piece, place, alike=alike) for piece in pieces]
+    number = numbering(place)
+    pieces = cut(jaxpr, number)
+    keys = [structure(piece, place, number=number) for piece in pieces]
     times = collections.Counter(keys)
     shared: dict[Hashable, Callable[..., list[Array]]] = {}
     for piece, key in zip(pieces, keys, strict=True):
@@ -63,14 +63,14 @@ def run(fun: Callable[..., list[Array]], args: Sequence[Array]) -> list[Array]:
     return [v.val if compat.is_literal(v) else values[v] for v in jaxpr.outvars]
 
 
-def cut(jaxpr: Jaxpr, alike: Alike) -> list[Piece]:
+def cut(jaxpr: Jaxpr, number: Numbers) -> list[Piece]:
     """Cut a jaxpr into pieces: where its equations repeat, into equal ones.
 
     A few equations decide whether a cut is behind them, so equal sequences have equal
     cuts. An equation that is like no other is a piece of its own, and no piece is in
     two layers.
     """
-    eqns, keys = jaxpr.eqns, _keys(jaxpr.eqns, alike)
+    eqns, keys = jaxpr.eqns, _keys(jaxpr.eqns, number)
     hashes = _hashes_before(eqns, _LOOKS_AT)
     times = collections.Counter(key for _, key in keys)
     alone = [times[key] == 1 for _, key in keys]
@@ -103,7 +103,7 @@ def _nothing(_: Eqn) -> tuple[None, tuple[()]]:
     return None, ()
 
 
-def _keys(eqns: Sequence[Eqn], alike: Alike) -> list[tuple[str, Hashable]]:
+def _keys(eqns: Sequence[Eqn], number: Numbers) -> list[tuple[str, Hashable]]:
     """Return the layer of each equation, and what is equal for those that look alike.
 
     A layer is a scope with a number, as `layer_3`.
@@ -115,7 +115,7 @@ def _keys(eqns: Sequence[Eqn], alike: Alike) -> list[tuple[str, Hashable]]:
         end = layer.end() if layer else 0
         piece = Piece(eqn.source_info, [eqn], list(variables(eqn.invars)), eqn.outvars)
         inside = scope[end:], sources.source_line(eqn)
-        key = inside, structure(piece, _nothing, alike=alike)
+        key = inside, structure(piece, _nothing, number=number)
         found.append((scope[:end], key))
     return found
 

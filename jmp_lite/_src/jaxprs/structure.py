@@ -11,38 +11,37 @@ from jmp_lite._src import compat
 from jmp_lite._src.compat import AnyJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Equations, Var
 
+# Of an equation: what else counts, and what else is read.
 Decides = Callable[[Eqn], tuple[Hashable, Sequence[Var]]]
-"""Of an equation: what else counts, and what else is read."""
+Numbers = Callable[[AnyJaxpr], int]
 
 
-class Alike:
-    """Numbers jaxprs, in the parameters of equations: those that are equal alike."""
+def numbering(decides: Decides) -> Numbers:
+    """Return a function that numbers jaxprs: those that are equal alike."""
+    numbers: dict[Hashable, int] = {}
+    # A jaxpr that is called often is looked at once; it is kept, and so its id.
+    known: dict[int, tuple[AnyJaxpr, int]] = {}
 
-    def __init__(self, decides: Decides):
-        self._decides = decides
-        self._numbers: dict[Hashable, int] = {}
-        # A jaxpr that is called often is looked at once; it is kept, and so its id.
-        self._known: dict[int, tuple[AnyJaxpr, int]] = {}
-
-    def __call__(self, jaxpr: AnyJaxpr) -> int:
-        if id(jaxpr) not in self._known:
+    def number(jaxpr: AnyJaxpr) -> int:
+        if id(jaxpr) not in known:
             opened, consts = compat.open_jaxpr(jaxpr), compat.consts_of(jaxpr)
-            key = structure(opened, self._decides, consts=consts, alike=self)
-            number = self._numbers.setdefault(key, len(self._numbers))
-            self._known[id(jaxpr)] = jaxpr, number
-        return self._known[id(jaxpr)][1]
+            key = structure(opened, decides, consts=consts, number=number)
+            known[id(jaxpr)] = jaxpr, numbers.setdefault(key, len(numbers))
+        return known[id(jaxpr)][1]
+
+    return number
 
 
 def structure(
     jaxpr: Equations,
     decides: Decides,
     consts: Sequence[object] = (),
-    alike: Alike | None = None,
+    number: Numbers | None = None,
 ) -> Hashable:
     """Return what is equal if two jaxprs compute the same from equal inputs.
 
     Variables are numbered in the order in which they are met. Name scopes and source
-    lines count only if `decides` returns them. Without `alike`, a jaxpr in a parameter
+    lines count only if `decides` returns them. Without `number`, a jaxpr in a parameter
     is equal to itself alone.
     """
     numbers: dict[Var, int] = {}
@@ -58,7 +57,7 @@ def structure(
     def operation(eqn: Eqn) -> Hashable:
         what, also_reads = decides(eqn)
         inside = [
-            (key, alike(x) if alike and compat.is_jaxpr(x) else hashable(x))
+            (key, number(x) if number and compat.is_jaxpr(x) else hashable(x))
             for key, x in sorted(eqn.params.items())
         ]
         names = map(name, (*eqn.invars, *also_reads, *eqn.outvars))

@@ -97,9 +97,9 @@ class TrainState(train_state.TrainState):
                 f"{cls.__name__} has no dynamic_scale: the loss scale is a part of the "
                 "optimiser's state. Use tx=jmp_lite.scale_aware(tx)."
             )
-        ema_decay = kwargs.get("ema_decay")
-        train_step.check_start(tx, params, kwargs.get("batch_stats"), ema_decay)
-        kwargs.setdefault("ema", train_step.init_ema(params, ema_decay))
+        statistics, ema_decay = kwargs.get("batch_stats"), kwargs.get("ema_decay")
+        first_average = train_step.start(tx, params, statistics, ema_decay)
+        kwargs.setdefault("ema", first_average)
         fields = {field.name for field in dataclasses.fields(cls)} - _OF_A_STEP
         names = kwargs.get("update_on_skip", ())
         is_list = isinstance(names, tuple | list)
@@ -161,22 +161,17 @@ class TrainState(train_state.TrainState):
             if n in self.update_on_skip
         }
         new = {n: x for n, x in kwargs.items() if n not in always}
-        params, opt_state, finite = train_step.update(
-            self.tx,
-            grads,
-            self.opt_state,
-            params,
-            value=value,
-            other_state=new,
-            old_other_state={name: getattr(self, name) for name in new},
+        old = {n: getattr(self, n) for n in new}
+        fields, finite = train_step.next_fields(
+            self, grads, value=value, new=new, old=old, params=params, ema=ema
         )
-        ema = train_step.update_ema(ema, params, self.ema_decay)
-        if overwritten is not None:  # not averaged
-            params = {"params": params, OVERWRITE_WITH_GRADIENT: overwritten}
-            if ema is not None:
-                ema = {"params": ema, OVERWRITE_WITH_GRADIENT: overwritten}
-        new = {"params": params, "ema": ema} | new
-        new = train_step.next_fields(self, finite, **new)
+        if overwritten is not None:  # neither updated by the optimiser nor averaged
+            old = self.params[OVERWRITE_WITH_GRADIENT]
+            chosen = trees.select_tree(finite, overwritten, old)
+            kept = {OVERWRITE_WITH_GRADIENT: chosen}
+            fields["params"] = {"params": fields["params"]} | kept
+            if ema is not None and "ema" not in kwargs:
+                fields["ema"] = {"params": fields["ema"]} | kept
         if "batch_stats" not in kwargs:
             train_step.warn_of_old_statistics(self.batch_stats, "batch_stats")
-        return self.replace(opt_state=opt_state, **(new | always))
+        return self.replace(**(fields | always))

@@ -6,8 +6,7 @@ the model itself. A softmax that a model computes itself has the dtype of its lo
 
 import dataclasses
 import math
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -138,7 +137,7 @@ class PolicyModule(nnx.Module):
             copy, args, kwargs = nnx.merge(graphdef, params_of_all, other_state)
             nodes = copy, _nodes((args, kwargs))
             before = {path: _attributes(m) for path, m in _modules(copy).items()}
-            old = {path: _arrays(leaf) for path, leaf in _flat_state(nodes).items()}
+            old = {path: jax.tree.leaves(leaf) for path, leaf in _flat_state(nodes)}
             if "" in cast_owners:
                 args, kwargs = _cast_inputs((args, kwargs), resolved[""].policy)
             out = copy(*args, **kwargs)
@@ -146,8 +145,8 @@ class PolicyModule(nnx.Module):
             # can be read but not set.
             changed = {
                 path: leaf
-                for path, leaf in _flat_state(nodes).items()
-                if path not in old or not _is_same(_arrays(leaf), old[path])
+                for path, leaf in _flat_state(nodes)
+                if path not in old or not _holds(leaf, old[path])
             }
             for path, param in nnx.to_flat_state(params):
                 if path[0] == 0 and path in changed:
@@ -203,15 +202,20 @@ def _nodes(inputs: PyTree) -> list[nnx.Pytree | nnx.Variable]:
 
 def _cast_inputs(inputs: PyTree, policy: Policy) -> PyTree:
     """Return inputs in the compute dtype; what is of nnx is left alone."""
-    return jax.tree.map(
-        lambda x: x if _is_node(x) else policy.cast_to_compute(x),
-        inputs,
-        is_leaf=_is_node,
-    )
+
+    def cast(x):
+        return x if _is_node(x) else policy.cast_to_compute(x)
+
+    return jax.tree.map(cast, inputs, is_leaf=_is_node)
 
 
-def _flat_state(nodes: PyTree) -> dict[PyTree, PyTree]:
-    return dict(nnx.to_flat_state(nnx.state(nodes)))
+def _flat_state(nodes: PyTree) -> Iterable[tuple[PyTree, PyTree]]:
+    return nnx.to_flat_state(nnx.state(nodes))
+
+
+def _holds(leaf: PyTree, arrays: list[PyTree]) -> bool:
+    """Return whether a variable holds these very arrays."""
+    return [*map(id, jax.tree.leaves(leaf))] == [*map(id, arrays)]
 
 
 def _attributes(module: nnx.Module) -> dict[str, Any]:
@@ -256,16 +260,6 @@ def _modules(model: nnx.Module) -> dict[str, Any]:
 
 def _classes(modules: Mapping[str, nnx.Module]) -> dict[str, type]:
     return {path: type(module) for path, module in modules.items()}
-
-
-def _arrays(leaf: PyTree) -> list[PyTree]:
-    """Return the arrays that a variable holds; an array itself counts as one."""
-    is_variable = isinstance(leaf, nnx.Variable)
-    return jax.tree.leaves(leaf.get_raw_value() if is_variable else leaf)
-
-
-def _is_same(arrays: list[PyTree], others: list[PyTree]) -> bool:
-    return len(arrays) == len(others) and all(map(operator.is_, arrays, others))
 
 
 # Their statistics, also running ones, keep their dtype: only the output is cast, by the

@@ -104,7 +104,7 @@ class TrainState:
             update_on_skip = tuple(update_on_skip)
         graphdef, params, other_state = nnx.split(model, nnx.Param, ...)
         batch_stats = nnx.filter_state(other_state, nnx.BatchStat)
-        train_step.check_start(tx, params, batch_stats, ema_decay)
+        ema = train_step.start(tx, params, batch_stats, ema_decay)
         # A step may donate the state: copy the arrays of the model, and share none.
         params, other_state = jax.tree.map(jnp.copy, (params, other_state))
         state = cls(
@@ -112,7 +112,7 @@ class TrainState:
             params=params,
             other_state=other_state,
             opt_state=into_variables(tx.init(params)),
-            ema=train_step.init_ema(params, ema_decay),
+            ema=ema,
             graphdef=graphdef,
             tx=tx,
             ema_decay=ema_decay,
@@ -165,22 +165,18 @@ class TrainState:
         always = self.update_on_skip
         on_skip, new_state = nnx.filter_state(given, always, ...)
         old_on_skip, old_state = nnx.filter_state(self.other_state, always, ...)
-        params, opt_state, finite = train_step.update(
-            self.tx,
+        fields, _ = train_step.next_fields(
+            self,
             grads,
-            self.opt_state,
-            self.params,
             value=value,
-            other_state=new_state,
-            old_other_state=old_state,
-        )
-        ema = train_step.update_ema(self.ema, params, self.ema_decay)
-        new = train_step.next_fields(
-            self, finite, params=params, other_state=given, ema=ema
+            new={"other_state": new_state},
+            old={"other_state": old_state},
+            params=self.params,
+            ema=self.ema,
         )
         on_skip = train_step.updated_on_skip(on_skip, old_on_skip)
-        new["other_state"] = nnx.merge_state(new["other_state"], on_skip)
+        fields["other_state"] = nnx.merge_state(fields["other_state"], on_skip)
         if other_state is None:
             statistics = nnx.filter_state(self.other_state, nnx.BatchStat)
             train_step.warn_of_old_statistics(statistics, "other_state")
-        return dataclasses.replace(self, opt_state=opt_state, **new)
+        return dataclasses.replace(self, **fields)
