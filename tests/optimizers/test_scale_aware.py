@@ -11,7 +11,6 @@ import jaxprs
 import numpy as np
 import optax
 import pytest
-from jax.core import Tracer
 from optimizers import WRAPPERS, Trainer, half_on_purpose, in_halves, low, recording
 
 import jmp_lite
@@ -79,9 +78,7 @@ def test_a_loss_is_given_to_those_that_take_it(around):
             _update(tx, HALVES, HALVES, value=jnp.float32(0.5), **extra)
             with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
                 _update(tx, HALVES, HALVES, value=jnp.float32(0.5), other=1)
-    # `low_precision_state` traces it first, without `hess`.
-    given = [x for x in seen if x is not None and not isinstance(x, Tracer)]
-    assert given == [3, 3, 0.5, 0.5]
+    assert seen == [3, 3, 0.5, 0.5]
 
 
 def test_the_state_keeps_the_dtypes_of_init_whatever_the_inner_optimiser_does():
@@ -106,12 +103,6 @@ def test_the_state_keeps_the_dtypes_of_init_whatever_the_inner_optimiser_does():
         _, state = tx.update(params, state, params)
         assert bitwise.avals(state.inner_state) == expected
     assert int(state.inner_state["count"]) == 2
-
-
-def test_a_number_in_a_state_that_no_array_holds_is_refused():
-    inner = optax.GradientTransformation(lambda params: 2**40, optax.identity().update)
-    with pytest.raises(OverflowError, match="1099511627776"):
-        scale_aware(inner).init(jnp.ones(2))
 
 
 def test_the_counters_follow_the_steps():
