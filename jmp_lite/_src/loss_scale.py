@@ -428,8 +428,6 @@ def _as_scalar(x: Leaf, name: str, dtype: DTypeLike) -> Leaf:
     is_array = trees.is_array(x) and arguments.is_real(x.dtype)
     if not is_array and not arguments.is_number(x):
         raise TypeError(arguments.wrong(name, "a number", x))
-    if isinstance(x, jax.Array):
-        return x if x.dtype == dtype and not x.weak_type else x.astype(dtype)
     return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x, dtype)
 
 

@@ -216,17 +216,6 @@ def test_an_empty_tree_is_a_finite_step():
 # Under JAX's transformations, and the program that comes of it.
 
 
-def test_members_under_vmap_can_agree_by_axis_name():
-    tx = scale_aware(optax.sgd(1.0), DynamicLossScale(8.0), axis_name="member")
-    params = jnp.ones((3, 2))
-    state = jax.vmap(tx.init)(params)
-    grads = params.at[1, 0].set(jnp.inf)
-    update = jax.jit(jax.vmap(tx.update, axis_name="member"))
-    _, state = update(grads, state, params)
-    np.testing.assert_array_equal(state.last_finite, [False, False, False])
-    np.testing.assert_array_equal(state.loss_scale.loss_scale, [4.0, 4.0, 4.0])
-
-
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_step_can_be_differentiated_and_a_skipped_one_gives_no_nan(bad):
     tx = scale_aware(optax.sgd(0.25), StaticLossScale(4.0))
