@@ -3,7 +3,6 @@
 `stochastic_rounding`: right on average, to one of the two neighbours, finite.
 """
 
-import re
 from typing import Any
 
 import bitwise
@@ -12,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optimizers import HALF_WRAPPERS, HALVES, apply_updates, in_halves
+from optimizers import HALVES, apply_updates, in_halves
 
-from jmp_lite import scale_aware, stochastic_rounding
+from jmp_lite import stochastic_rounding
 from jmp_lite._src.optimizers import rounding
 
 # Optax promotes by itself: float16 parameters plus float32 updates, int32 counts.
@@ -134,16 +133,6 @@ def test_float32_parameters_take_the_update_as_it_is():
     assert updates["n"] is grads["n"]
     bitwise.assert_same(updates["f"], expected["f"])
     bitwise.assert_same(state.inner_state, expected_state)
-
-
-@pytest.mark.parametrize("name", HALF_WRAPPERS)
-def test_leaves_of_one_shape_are_traced_and_lowered_once(name):
-    tx = scale_aware(HALF_WRAPPERS[name](optax.sgd(0.1)))
-
-    params = [jnp.ones((8, 8), jnp.float16)] * 9
-    text = jax.jit(tx.update).lower(params, tx.init(params), params).as_text()
-    names = re.findall(r"func private @_(rounded_update|update_to_weight)\(", text)
-    assert len(names) == 1
 
 
 # The key and the state.
