@@ -25,9 +25,9 @@ from jmp_lite._src import arguments, dtypes, trees
 def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     """Return an inner optimiser as a transformation that takes extra arguments.
 
-    Numbers and arrays of its state are strongly typed, and keep their dtypes. The loss
-    `value` is only passed to one that takes it by name or as `**kwargs`. If an update
-    fails, the error says how gradients differ from what the state is for.
+    Numbers and arrays of its state are strongly typed. The loss `value` is only passed
+    to one that takes it by name or as `**kwargs`. If an update fails, the error says
+    how gradients differ from what the state is for.
     """
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         remedy = ""
@@ -68,7 +68,7 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
             raise
         if why := _other_shape(new_updates, params):
             raise ValueError(f"{_LIKE_PARAMS}: an update of {why}.")
-        return new_updates, _with_dtypes_of(new_state, state)
+        return new_updates, new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -121,7 +121,7 @@ def strongly_typed(x: object) -> object:
     return jax.lax.convert_element_type(x, x.dtype)
 
 
-def _with_dtypes_of(new: optax.OptState, old: optax.OptState) -> optax.OptState:
+def with_dtypes_of(new: optax.OptState, old: optax.OptState) -> optax.OptState:
     """Cast a new inner state to the dtypes of the old one.
 
     A leaf that became None keeps its old value: optax sets the moments of parameters

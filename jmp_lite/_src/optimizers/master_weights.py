@@ -166,6 +166,7 @@ def master_weights(
         masters = base.map_with_none(master, stored, params)
         grads = trees.cast_at_least_float32(updates)
         steps, inner_state = inner.update(grads, old, masters, **extra)
+        inner_state = base.with_dtypes_of(inner_state, old)
         stepped = base.map_with_none(step, stored, params, masters, steps)
         new_updates = trees.map_nodes(lambda x: x.update, stepped, _Stepped)
         stored = trees.map_nodes(lambda x: x.stored, stepped, _Stepped)

@@ -324,7 +324,7 @@ def update_in_float32(
         f"optax.chain({owner}(...), optax.monitor(...))."
     )
     base.check_structure(new, state, owner, advice)
-    return updates, new
+    return updates, base.with_dtypes_of(new, state)
 
 
 def select_tree(pred: ArrayLike, a: T, b: T) -> T:

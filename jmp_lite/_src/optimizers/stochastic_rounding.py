@@ -100,6 +100,7 @@ def stochastic_rounding(
 
         grads, float32_params = trees.cast_at_least_float32((updates, params))
         steps, inner_state = inner.update(grads, old, float32_params, **extra)
+        inner_state = base.with_dtypes_of(inner_state, old)
         new_updates = base.map_with_none(update, params, steps)
         return new_updates, base.next_state(state, inner_state, next_key)
 
