@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dtype_cases import FLOATS, SHORT_NAMES, FakeDevice, spellings
+from dtype_cases import FLOATS, FakeDevice, spellings
 from hypothesis import given
 
 from jmp_lite._src import dtypes
@@ -22,12 +22,6 @@ def test_every_spelling_is_the_same_object_whose_written_name_is_read_back(drawn
     dtype = dtypes.parse_dtype(spelling)
     assert dtype is FLOATS[name]
     assert dtypes.parse_dtype(dtypes.dtype_name(dtype)) is dtype
-
-
-@pytest.mark.parametrize(("long", "short"), SHORT_NAMES.items())
-def test_names_are_written_short(long, short):
-    assert dtypes.dtype_name(FLOATS[long]) == short
-    assert dtypes.dtype_name(np.dtype(long)) == short
 
 
 @pytest.mark.parametrize("name", ["float17", "", "Float16", "float_e", "floor", "int8"])

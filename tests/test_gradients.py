@@ -131,12 +131,3 @@ def test_holomorphic_functions_keep_their_imaginary_part():
     value, grad = jmp.scaled_value_and_grad(lambda z: z * z, **options)(z)
     assert complex(value) == (1 + 2j) ** 2
     assert complex(grad) == 2 * (1 + 2j) * SCALE
-
-
-def test_allow_int_gives_float0():
-    fun = jmp.scaled_value_and_grad(
-        lambda n, x: x * 2, loss_scale=STATE, argnums=(0, 1), allow_int=True
-    )
-    _, (of_int, of_float) = fun(jnp.int32(1), jnp.float32(1))
-    assert of_int.dtype == jax.dtypes.float0
-    assert float(of_float) == 2 * SCALE

@@ -240,48 +240,6 @@ def test_gradients_in_float16_need_a_loss_scale(policy, expected):
     assert type(jmp.loss_scale_for(policy)) is expected
 
 
-@pytest.mark.parametrize("policy", ["p=f16,c=f32,o=f32", "p=f32,c=f32,o=f16"])
-def test_small_gradients_of_float16_parameters_and_outputs_survive(policy):
-    loss_scale, policy = jmp.loss_scale_for(policy), jmp.get_policy(policy)
-
-    def loss(w):
-        out = policy.cast_to_output(policy.cast_to_compute(w))
-        return out.astype(jnp.float32) * 1e-8
-
-    w = policy.cast_to_param(jnp.float32(1))
-    grad = loss_scale.unscale(jmp.scaled_grad(loss, loss_scale=loss_scale)(w))
-    np.testing.assert_allclose(float(grad), 1e-8, rtol=1e-3)
-
-
-@pytest.mark.parametrize(
-    "loss_scale",
-    [jmp.NoOpLossScale(), jmp.StaticLossScale(8.0), jmp.DynamicLossScale(8.0)],
-)
-def test_a_loss_scale_is_found_at_any_depth(loss_scale):
-    state = jmp.scale_aware(optax.sgd(0.1), loss_scale).init(jnp.ones(2))
-    for tree in loss_scale, {"a": [None, loss_scale]}, {"opt": (state, jnp.ones(2))}:
-        assert jmp.get_loss_scale(tree) == loss_scale
-
-
-def test_a_scale_without_a_known_value_passes():
-    @jax.jit
-    def check(scale):
-        jmp.scale_aware(optax.sgd(1.0), jmp.DynamicLossScale(scale))
-        return scale
-
-    assert float(check(0.0)) == 0.0
-
-
-def test_shardings_of_a_loss_scale_are_taken_by_jit():
-    loss_scale = jmp.DynamicLossScale(8.0, counter=5, hysteresis=3, bad_steps=2)
-    sharding = jax.NamedSharding(jax.make_mesh((8,), ("data",)), jax.P())
-    shardings = jax.tree.map(lambda _: sharding, loss_scale)
-    options = {"in_shardings": (shardings,), "out_shardings": shardings}
-    adjust = jax.jit(lambda loss_scale: loss_scale.adjust(False), **options)
-    adjusted = adjust(jax.device_put(loss_scale, shardings))
-    assert adjusted.loss_scale.sharding == sharding
-
-
 # What a checkpoint of flax saves.
 
 

@@ -102,8 +102,11 @@ def _register_with_flax_serialization(cls: Any) -> None:
     cls._is_registered = True  # first, because `register` computes the hash as well
     names = [f.name for f in dataclasses.fields(cls) if not f.metadata.get("static")]
 
+    def fields(instance: object) -> dict[str, object]:
+        return {name: getattr(instance, name) for name in names}
+
     def to_state_dict(instance: object) -> dict[str, object]:
-        return {n: serialization.to_state_dict(getattr(instance, n)) for n in names}
+        return serialization.to_state_dict(fields(instance))
 
     def from_state_dict(instance: Any, state: dict[str, object]) -> Any:
         if set(state) != set(names):
@@ -111,13 +114,8 @@ def _register_with_flax_serialization(cls: Any) -> None:
                 f"The saved {cls.__name__} has the fields {sorted(state)}, expected "
                 f"{sorted(names)}."
             )
-        return dataclasses.replace(
-            instance,
-            **{
-                n: serialization.from_state_dict(getattr(instance, n), state[n], name=n)
-                for n in names
-            },
-        )
+        new = serialization.from_state_dict(fields(instance), state)
+        return dataclasses.replace(instance, **new)
 
     register(cls, to_state_dict, from_state_dict, override=True)
 
@@ -376,8 +374,7 @@ def user_frames(traceback: object) -> list[Frame]:
     return list(source_info_util_private.user_frames(traceback))
 
 
-def is_user_file(path: str) -> bool:
-    return source_info_util_private.is_user_filename(path)
+is_user_file = source_info_util_private.is_user_filename
 
 
 def bounds(dimension: Dimension) -> tuple[float, float]:

@@ -311,17 +311,16 @@ def _compile_products(
         dtype: jax.device_put(numbers.astype(dtype))
         for dtype in set(itertools.chain(*TIMED.values()))
     }
+
+    # XLA's fp8 kernels sum over the last dimension of both operands. With other
+    # dimensions a transpose would be timed too.
+    def product(a, b):
+        if dtypes.needs_scale(a.dtype):
+            return fp8.multiply(a, b, (-1, -1), jnp.bfloat16)
+        return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())))
+
     runs, errors = {}, {}
     for name, (lhs, rhs) in TIMED.items():
-        # XLA's fp8 kernels sum over the last dimension of both operands. With other
-        # dimensions a transpose would be timed too.
-        product: Callable[..., jax.Array] = functools.partial(
-            jax.lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ()))
-        )
-        if dtypes.needs_scale(lhs):
-            product = functools.partial(
-                fp8.multiply, summed=(-1, -1), dtype=jnp.dtype(jnp.bfloat16)
-            )
         a, b = arrays[lhs], arrays[rhs]
         try:
             run = functools.partial(jax.jit(product).lower(a, b).compile(), a, b)

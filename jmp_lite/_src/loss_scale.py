@@ -105,6 +105,11 @@ class StaticLossScale(metaclass=compat.FlaxSerializable):
         return self
 
 
+def _static(default: T) -> T:
+    """Return a field of a dataclass that is part of the tree structure."""
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
 class _InverseOfFactor(float):
     """A backoff factor that was not given, so that it follows another factor."""
 
@@ -168,20 +173,14 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
 
     loss_scale: _Scalar = 2.0**15
     counter: _Scalar = 0
-    period: int = dataclasses.field(default=2000, metadata={"static": True})
-    factor: float = dataclasses.field(default=2, metadata={"static": True})
-    min_loss_scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+    period: int = _static(2000)
+    factor: float = _static(2)
+    min_loss_scale: float = _static(1.0)
     _: dataclasses.KW_ONLY
-    backoff_factor: float | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )
-    max_loss_scale: float = dataclasses.field(
-        default=2.0**24, metadata={"static": True}
-    )
-    hysteresis: int = dataclasses.field(default=1, metadata={"static": True})
-    hysteresis_refill: str = dataclasses.field(
-        default="scale_change", metadata={"static": True}
-    )
+    backoff_factor: float | None = _static(None)
+    max_loss_scale: float = _static(2.0**24)
+    hysteresis: int = _static(1)
+    hysteresis_refill: str = _static("scale_change")
     bad_steps: _Scalar | None = None
 
     def __post_init__(self) -> None:
@@ -414,7 +413,7 @@ def _remedy(x: object) -> str:
 
 def _warn_of_integer(x: Leaf, name: str) -> None:
     dtype = x.dtype if trees.is_array(x) else type(x)
-    if dtype is int or jnp.issubdtype(dtype, jnp.integer):
+    if jnp.issubdtype(dtype, jnp.integer):
         warnings.warn(
             f"Expected floating type for {name}, got {np.dtype(dtype)}; it is cast to "
             "float32.",
@@ -429,8 +428,6 @@ def _as_scalar(x: Leaf, name: str, dtype: DTypeLike) -> Leaf:
     is_array = trees.is_array(x) and arguments.is_real(x.dtype)
     if not is_array and not arguments.is_number(x):
         raise TypeError(arguments.wrong(name, "a number", x))
-    if isinstance(x, jax.Array):
-        return x if x.dtype == dtype and not x.weak_type else x.astype(dtype)
     return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x, dtype)
 
 

@@ -155,6 +155,17 @@ def test_steps_have_the_same_bits_in_x64_mode(wrap):
         assert two_steps() == expected
 
 
+@half_on_purpose
+@pytest.mark.parametrize("wrap", ALL_WRAPPERS.values(), ids=ALL_WRAPPERS)
+def test_leaves_of_one_shape_are_traced_and_lowered_once(wrap):
+    params = [jnp.ones((8, 64), jnp.bfloat16)] * 9
+    tx = jmp.scale_aware(wrap(optax.sgd(0.1, momentum=0.9)))
+    text = jax.jit(tx.update).lower(params, tx.init(params), params).as_text()
+    of_leaves = "rounded|rounded_update|update_to_weight|remainder_after"
+    found = re.findall(rf"func private @_({of_leaves})(?:_\d+)?\(", text)
+    assert len(found) == len({*found}) == (2 if wrap is in_remainders else 1)
+
+
 @in_halves
 @with_wrappers
 def test_a_zero_update_leaves_every_bit(wrap, dtype):

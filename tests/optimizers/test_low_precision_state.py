@@ -1,7 +1,6 @@
 """`low_precision_state`: what is stored how, right on average, and under JAX."""
 
 import functools
-import re
 from typing import Any
 
 import bitwise
@@ -349,15 +348,6 @@ def test_init_under_jit_allocates_one_leaf_in_float32_at_most(dtype):
     params = [jnp.ones((64, 1024)) for _ in range(4)]
     memory: Any = jax.jit(tx.init).lower(params).compile().memory_analysis()
     assert memory.temp_size_in_bytes <= (dtype == "8bit") * params[0].nbytes
-
-
-@with_low_dtypes
-def test_equal_shapes_are_traced_and_lowered_once(dtype):
-    params = {str(i): jnp.ones((16, 256 + i % 2)) for i in range(20)}
-    tx = low_precision_state(optax.adam(1e-3), dtype)
-    state = jax.eval_shape(tx.init, params)
-    text = jax.jit(tx.update).lower(params, state, params).as_text()
-    assert len(re.findall(r"func private @_rounded\w*\(", text)) == 2
 
 
 # Bad input.

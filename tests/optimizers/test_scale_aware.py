@@ -11,7 +11,6 @@ import jaxprs
 import numpy as np
 import optax
 import pytest
-from jax.core import Tracer
 from optimizers import WRAPPERS, Trainer, half_on_purpose, in_halves, low, recording
 
 import jmp_lite
@@ -79,9 +78,7 @@ def test_a_loss_is_given_to_those_that_take_it(around):
             _update(tx, HALVES, HALVES, value=jnp.float32(0.5), **extra)
             with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
                 _update(tx, HALVES, HALVES, value=jnp.float32(0.5), other=1)
-    # `low_precision_state` traces it first, without `hess`.
-    given = [x for x in seen if x is not None and not isinstance(x, Tracer)]
-    assert given == [3, 3, 0.5, 0.5]
+    assert seen == [3, 3, 0.5, 0.5]
 
 
 def test_the_state_keeps_the_dtypes_of_init_whatever_the_inner_optimiser_does():
@@ -106,12 +103,6 @@ def test_the_state_keeps_the_dtypes_of_init_whatever_the_inner_optimiser_does():
         _, state = tx.update(params, state, params)
         assert bitwise.avals(state.inner_state) == expected
     assert int(state.inner_state["count"]) == 2
-
-
-def test_a_number_in_a_state_that_no_array_holds_is_refused():
-    inner = optax.GradientTransformation(lambda params: 2**40, optax.identity().update)
-    with pytest.raises(OverflowError, match="1099511627776"):
-        scale_aware(inner).init(jnp.ones(2))
 
 
 def test_the_counters_follow_the_steps():
@@ -223,17 +214,6 @@ def test_an_empty_tree_is_a_finite_step():
 
 
 # Under JAX's transformations, and the program that comes of it.
-
-
-def test_members_under_vmap_can_agree_by_axis_name():
-    tx = scale_aware(optax.sgd(1.0), DynamicLossScale(8.0), axis_name="member")
-    params = jnp.ones((3, 2))
-    state = jax.vmap(tx.init)(params)
-    grads = params.at[1, 0].set(jnp.inf)
-    update = jax.jit(jax.vmap(tx.update, axis_name="member"))
-    _, state = update(grads, state, params)
-    np.testing.assert_array_equal(state.last_finite, [False, False, False])
-    np.testing.assert_array_equal(state.loss_scale.loss_scale, [4.0, 4.0, 4.0])
 
 
 @pytest.mark.parametrize("bad", [False, True])

@@ -42,7 +42,8 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
         update = cast(Any, inner.update)  # its annotation only accepts MultiStepsState
         inner = optax.GradientTransformationExtraArgs(inner.init, update)
     inner = optax.with_extra_args_support(inner)
-    inner_update, takes_value = inner.update, _takes_value(inner.update)
+    named = inspect.signature(inner.update).parameters.values()
+    takes_value = any(x.name == "value" or x.kind is x.VAR_KEYWORD for x in named)
 
     def init_fn(params):
         if params is None:
@@ -58,7 +59,7 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
         if not takes_value:
             extra.pop("value", None)
         try:
-            new_updates, new_state = inner_update(updates, state, params, **extra)
+            new_updates, new_state = inner.update(updates, state, params, **extra)
         except (OverflowError, TypeError, ValueError) as error:
             if not _is_ours(error):
                 check_leaves(updates, "gradients")
@@ -108,15 +109,6 @@ def _other_shape(tree: object, params: object) -> str:
 def _is_ours(error: Exception) -> bool:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals["__name__"].startswith("jmp_lite.")
-
-
-def _takes_value(update: Callable[..., object]) -> bool:
-    try:
-        parameters = inspect.signature(update).parameters
-    except (TypeError, ValueError):  # the signature is unknown
-        return True
-    kinds = {parameter.kind for parameter in parameters.values()}
-    return "value" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def strongly_typed(x: object) -> object:
@@ -252,9 +244,12 @@ class StateWithStoredDtypes:
 
 
 def stored_dtypes(params: optax.Params | None) -> dict[str, np.dtype]:
-    """Return the dtypes of parameters; nothing if none of them is a half dtype."""
-    stored = _dtypes_of(params)
-    return stored if any(map(dtypes.is_half, stored.values())) else {}
+    """Return the dtype of each floating parameter by its `jax.tree_util.keystr`."""
+    return {
+        jax.tree_util.keystr(path): jnp.dtype(x.dtype)
+        for path, x in jax.tree.leaves_with_path(params)
+        if trees.is_castable(x)
+    }
 
 
 def check_update(
@@ -272,7 +267,7 @@ def check_update(
     if params is None:
         raise ValueError("Expected parameters: call update(grads, state, params).")
     jax.tree.map(trees.with_value, params)
-    seen = _dtypes_of(params)
+    seen = stored_dtypes(params)
     known, inner_state = seen, state.inner_state
     if isinstance(inner_state, StateWithStoredDtypes):
         inner_state, known = inner_state.inner_state, dict(inner_state.stored)
@@ -300,12 +295,3 @@ def next_state(state: Any, inner_state: Any, stored: object) -> Any:
 def map_with_none(fun: Callable[..., object], tree: object, *rest: object) -> Any:
     """Map over the key paths and leaves of trees, with None as a leaf of the first."""
     return jax.tree.map_with_path(fun, tree, *rest, is_leaf=lambda x: x is None)
-
-
-def _dtypes_of(params: optax.Params | None) -> dict[str, np.dtype]:
-    """Return the dtype of each floating parameter by its `jax.tree_util.keystr`."""
-    return {
-        jax.tree_util.keystr(path): jnp.dtype(x.dtype)
-        for path, x in jax.tree.leaves_with_path(params)
-        if trees.is_castable(x)
-    }

@@ -174,7 +174,12 @@ def low_precision_state(
     """
     inner = base.as_transformation(inner)
     least = max(arguments.count(min_size, "min_size", least=0), 1)
-    choice = _Choice(_parse_dtype(dtype), _parse_rules(rules), least)
+    rules = arguments.mapping(rules, "rules", "patterns to dtypes or None")
+    pairs = tuple(
+        (policy.check_pattern(pattern), None if d is None else _parse_dtype(d))
+        for pattern, d in rules.items()
+    )
+    choice = _Choice(_parse_dtype(dtype), pairs, least, where)
     if key is not None:
         base.check_key(key)
     if where is not None and not callable(where):
@@ -185,7 +190,7 @@ def low_precision_state(
         paths = trees.key_paths(base.fast_params(params))
         policy.check_patterns([pattern for pattern, _ in choice.rules], paths)
         inner_state = with_remainders(inner.init(params), stored)
-        inner_state = _store_moments(inner_state, params, choice, where)
+        inner_state = _store_moments(inner_state, params, choice)
         variables = compat.nnx_class("Variable")
         inner_state = trees.map_nodes(_around_variable, inner_state, variables)
         # The key is copied, because a step may donate its state.
@@ -221,20 +226,19 @@ def low_precision_state(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _store_moments(
-    state: T,
-    params: optax.Params,
-    choice: "_Choice",
-    where: Callable[[str], bool] | None,
-) -> T:
+def _store_moments(state: T, params: optax.Params, choice: "_Choice") -> T:
     """Return a float32 state with its moments in low precision."""
-    leaves = jax.tree.leaves_with_path(state, is_leaf=_is_centered)
-    centered = [path for path, x in leaves if _is_centered(x)]
+
+    def is_centered(x):
+        return type(x).__name__.startswith(_CENTERED)
+
+    leaves = jax.tree.leaves_with_path(state, is_leaf=is_centered)
+    centered = [path for path, x in leaves if is_centered(x)]
     shapes, others = _shapes(params), []
 
     def is_moment(path, start):
-        if where is not None:
-            return where(trees.key_path(path))
+        if choice.where is not None:
+            return choice.where(trees.key_path(path))
         field = getattr(path[start - 1], "name", None) if start else None
         return field in _MOMENTS and not any(path[: len(c)] == c for c in centered)
 
@@ -249,7 +253,8 @@ def _store_moments(
 
     new = jax.tree.map_with_path(store, state)
     if others and not trees.find(new, LowPrecisionArray):
-        reason = "by their names in optax" if where is None else "by where="
+        names = "by their names in optax"
+        reason = names if choice.where is None else "by where="
         warnings.warn(
             f"low_precision_state stores all of the state in float32: {reason}, none "
             f"of {others[:4]} is a moment. Choose those that are averages: "
@@ -257,10 +262,6 @@ def _store_moments(
             stacklevel=3,
         )
     return new
-
-
-def _is_centered(x: object) -> bool:
-    return type(x).__name__.startswith(_CENTERED)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")  # traced once for each shape
@@ -324,6 +325,7 @@ class _Choice:
     dtype: str  # of parameters that no rule matches
     rules: tuple[tuple[str, str | None], ...]  # a pattern, and a dtype or None
     min_size: int  # leaves with fewer elements are not compressed
+    where: Callable[[str], bool] | None  # which leaves are moments, by their key paths
 
     def dtype_of(self, param: str | None, x: jax.Array) -> str | None:
         """Return the dtype for a leaf of the state, or None if it is unchanged."""
@@ -404,13 +406,3 @@ def _parse_dtype(dtype: Any) -> str:
             f"Expected a dtype of the state of {_DTYPES}, got {dtype!r}.{remedy}"
         )
     return name
-
-
-def _parse_rules(
-    rules: Mapping[str, DTypeLike | None] | None,
-) -> tuple[tuple[str, str | None], ...]:
-    rules = arguments.mapping(rules, "rules", "patterns to dtypes or None")
-    return tuple(
-        (policy.check_pattern(pattern), None if d is None else _parse_dtype(d))
-        for pattern, d in rules.items()
-    )

@@ -238,7 +238,9 @@ def scale_aware(
         if value is None:  # no scale makes NaN, and a lower one can repair an inf
             worst = trees.worst_number(grads)
             grads_finite = worst == 0
-            loss_finite = value_finite & ~(_is_least(loss_scale) & (worst == 2))
+            least = getattr(loss_scale, "min_loss_scale", math.inf)  # others never fall
+            is_least = jnp.asarray(loss_scale.loss_scale) <= least
+            loss_finite = value_finite & ~(is_least & (worst == 2))
         else:
             is_pair = isinstance(value, list | tuple)
             array = None if is_pair else arguments.array(value)
@@ -301,18 +303,20 @@ def update_in_float32(
     States that need the dtypes in which the parameters are stored are told. The state
     keeps its dtypes, and for this reason its structure: raise if it is another.
     """
-    told, stored = state, tuple(base.stored_dtypes(params).items())
-    if stored:
+    told, stored = state, base.stored_dtypes(params)
+    if are_told := any(map(dtypes.is_half, stored.values())):
         told = trees.map_nodes(
             lambda x: x._replace(
-                inner_state=base.StateWithStoredDtypes(x.inner_state, stored)
+                inner_state=base.StateWithStoredDtypes(
+                    x.inner_state, tuple(stored.items())
+                )
             ),
             state,
             _NEED_DTYPES,
         )
     params = trees.cast_at_least_float32(params)
     updates, new = inner.update(grads, told, params, **extra)
-    if stored:  # else they are of an optimiser around this one
+    if are_told:  # else they are of an optimiser around this one
         new = trees.map_nodes(lambda x: x.inner_state, new, base.StateWithStoredDtypes)
     advice = (
         f"{reason}, so both states must have the same structure. Put a transformation "
@@ -364,7 +368,8 @@ def warn_if_updates_are_lost(params: optax.Params | None, opt_state: object) -> 
     of the parameters only, and some of them are float32: the others may be frozen.
     """
     stored = base.stored_dtypes(params)
-    if not stored:
+    half = [(path, d) for path, d in stored.items() if dtypes.is_half(d)]
+    if not half:
         return
     # Masters have no leaves where labels or masks leave out every parameter.
     if any(jax.tree.leaves(x[1]) for _, x in trees.find(opt_state, _NEED_DTYPES)):
@@ -377,7 +382,6 @@ def warn_if_updates_are_lost(params: optax.Params | None, opt_state: object) -> 
                 stacklevel=3,
             )
         return
-    half = [(path, d) for path, d in stored.items() if dtypes.is_half(d)]
     if len(half) < len(stored) and trees.find(opt_state, optax.MaskedState):
         return
     path, dtype = half[0]
@@ -403,12 +407,6 @@ def _is_followed(state: object) -> bool:
         if not all(isinstance(x, _CHANGE_OTHERS) for x in after):
             return True
     return any(map(_is_followed, itertools.compress(parts, needs)))
-
-
-def _is_least(loss_scale: LossScale) -> jax.Array:
-    """Return whether a loss scale is not lowered any more: bool `[]`."""
-    least = getattr(loss_scale, "min_loss_scale", math.inf)  # others never are
-    return jnp.asarray(loss_scale.loss_scale) <= least
 
 
 def _all_devices(
