@@ -40,7 +40,6 @@ from examples.common.cli import (
 from examples.common.command import run_command
 from examples.common.data import Digits, batches, load_digits
 from examples.common.loop import Result, Run, Step, step_log, train_side_by_side
-from examples.common.memory import activation_bytes, tree_bytes
 from examples.common.precision import autocast_if_half, choose_loss_scale
 from examples.common.results import provenance
 from jmp_lite import (
@@ -205,22 +204,16 @@ def train_model(
 
     def record(label: str, result: Result) -> report.Record:
         state, loss_fn = result.state, losses[label]
-        return report.Record(
+        return report.make_record(
+            result,
+            lambda params, batch: loss_fn(params, state.batch_stats, batch)[0],
+            Digits(train.image[:BATCH_SIZE], train.label[:BATCH_SIZE]),
             model=name,
             policy=label,
             seed=seed,
-            score=accuracy(
+            test_accuracy=accuracy(
                 model, policies[label], state, test, use_autocast=use_autocast
             ),
-            step_ms=result.step_ms,
-            param_bytes=tree_bytes(state.params),
-            optimizer_bytes=tree_bytes(state.opt_state),
-            activation_bytes=activation_bytes(
-                lambda params, batch: loss_fn(params, state.batch_stats, batch)[0],
-                state.params,
-                Digits(train.image[:BATCH_SIZE], train.label[:BATCH_SIZE]),
-            ),
-            history=result.history,
         )
 
     return [record(label, result) for label, result in results.items()]

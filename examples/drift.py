@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 import jmp_lite as jmp
-from examples.common.cli import OutOption, SeedOption, StepsOption
+from examples.common.cli import OutOption, SeedOption, StepsOption, WidthOption
 from examples.common.command import run_command
 from examples.common.progress import track
 from examples.common.results import provenance, write_result
@@ -123,7 +123,7 @@ def save_losses(runs: dict[str, Training], alarm: int, path: Path) -> None:
 
 def main(
     steps: StepsOption = 200,
-    width: Annotated[int, typer.Option(min=32, help="Features.")] = 64,
+    width: WidthOption = 64,
     layers: Annotated[int, typer.Option(min=1, help="Blocks.")] = 2,
     seed: SeedOption = 0,
     out: OutOption = Path("out/drift"),

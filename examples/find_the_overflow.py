@@ -30,7 +30,13 @@ from rich.console import Console
 
 import jmp_lite as jmp
 from examples.common import report
-from examples.common.cli import OutOption, SeedOption, StepsOption
+from examples.common.cli import (
+    HEAD_WIDTH,
+    OutOption,
+    SeedOption,
+    StepsOption,
+    WidthOption,
+)
 from examples.common.command import run_command
 from examples.common.loop import Result, Run, step_log, train_side_by_side
 from examples.common.progress import track
@@ -42,7 +48,6 @@ from examples.common.text import (
     text_batches,
 )
 
-HEAD_WIDTH = 32
 CONTEXT = 64
 BATCH_SIZE = 16
 VALIDATION_WINDOWS = 256
@@ -177,19 +182,12 @@ def save_losses(results: dict[str, Result], path: Path) -> None:
 
 def main(
     steps: StepsOption = 200,
-    width: Annotated[
-        int,
-        typer.Option(min=HEAD_WIDTH, help=f"Features; a multiple of {HEAD_WIDTH}."),
-    ] = 64,
+    width: WidthOption = 64,
     layers: Annotated[int, typer.Option(min=1, help="Blocks.")] = 3,
     seed: SeedOption = 0,
     out: OutOption = Path("out/find_the_overflow"),
 ) -> None:
     """Find what overflows in float16, repair it, and train as in float32."""
-    if width % HEAD_WIDTH:
-        raise typer.BadParameter(
-            f"expected a multiple of {HEAD_WIDTH}, got {width}.", param_hint="'--width'"
-        )
     console, about = Console(), provenance()
     train, validation = load_sources()
     model = Transformer(width, layers)

@@ -29,10 +29,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import flax
 import jax
 import numpy as np
-import optax
 import typer
 from etils import epath
 from jax.experimental import multihost_utils
@@ -49,11 +47,13 @@ from examples.common.cli import (
     SaveEveryOption,
     SeedOption,
     StepsOption,
+    WidthOption,
     check_settings,
     make_folder,
     parse_policies,
     slow_reasons,
     stop_if_collapsed,
+    versions,
 )
 from examples.common.command import run_command
 from examples.common.loop import Checkpoints, Result, Run, Step, train_side_by_side
@@ -193,13 +193,7 @@ def main(
     layout: Annotated[Layout, typer.Option(help="How the state is laid out.")] = "both",
     loss_scale: LossScaleOption = 0.0,
     steps: StepsOption = 100,
-    width: Annotated[
-        int,
-        typer.Option(
-            min=transformer.HEAD_WIDTH,
-            help=f"Features; a multiple of {transformer.HEAD_WIDTH}.",
-        ),
-    ] = 128,
+    width: WidthOption = 128,
     layers: Annotated[int, typer.Option(min=0, help="Blocks.")] = 2,
     batch_size: Annotated[int, typer.Option(min=1, help="Of all devices.")] = 16,
     seed: SeedOption = 0,
@@ -239,11 +233,6 @@ def main(
         raise typer.Exit(launch(processes, devices))
     join(processes, process, coordinator, hosts=hosts)
     policies, about = parse_policies(policy, use_autocast=True), provenance()
-    if width % transformer.HEAD_WIDTH:
-        raise typer.BadParameter(
-            f"expected a multiple of {transformer.HEAD_WIDTH}, got {width}.",
-            param_hint="'--width'",
-        )
     if batch_size % jax.device_count():
         raise typer.BadParameter(
             f"expected a multiple of the {jax.device_count()} devices, got "
@@ -261,10 +250,10 @@ def main(
         "static_loss_scale": loss_scale,
         "seed": seed,
         "text": fingerprint(text),
-        "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
+        "versions": versions(),
     }
     console = Console(quiet=jax.process_index() != 0)
-    if checkpoints is not None and jax.process_index() == 0:
+    if jax.process_index() == 0:
         check_settings(checkpoints, settings)
     multihost_utils.assert_equal(
         np.uint32(int(settings["text"], 16)),

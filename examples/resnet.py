@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -40,6 +39,7 @@ from examples.common.cli import (
     parse_policies,
     slow_reasons,
     stop_if_collapsed,
+    versions,
 )
 from examples.common.command import run_command
 from examples.common.data import Digits, add_noise, batches, load_digits
@@ -52,7 +52,6 @@ from examples.common.loop import (
     step_log,
     train_side_by_side,
 )
-from examples.common.memory import activation_bytes, tree_bytes
 from examples.common.precision import choose_loss_scale
 from examples.common.results import provenance
 from jmp_lite import Policy, scale_aware, scaled_value_and_grad
@@ -232,21 +231,14 @@ def train_seed(
     def record(label: str, result: Result) -> report.Record:
         loss_fn, state = make_loss_fn(models[label]), result.state
         loss, accuracy = evaluate(policies[label], widths, state, (seen, test))
-        return report.Record(
-            model="",
+        return report.make_record(
+            result,
+            lambda params, batch: loss_fn(params, state.batch_stats, batch)[0],
+            Digits(train.image[:BATCH_SIZE], train.label[:BATCH_SIZE]),
             policy=label,
             seed=seed,
-            score=loss,
             columns={"acc. %": 100 * accuracy},
-            step_ms=result.step_ms,
-            param_bytes=tree_bytes(state.params),
-            optimizer_bytes=tree_bytes(state.opt_state),
-            activation_bytes=activation_bytes(
-                lambda params, batch: loss_fn(params, state.batch_stats, batch)[0],
-                state.params,
-                Digits(train.image[:BATCH_SIZE], train.label[:BATCH_SIZE]),
-            ),
-            history=result.history,
+            validation_loss=loss,
         )
 
     return [record(label, result) for label, result in results.items()]
@@ -279,10 +271,9 @@ def main(
         "batch_size": BATCH_SIZE,
         "static_loss_scale": loss_scale,
         "device": device.device_kind,
-        "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
+        "versions": versions(),
     }
-    if checkpoints is not None:
-        check_settings(checkpoints, settings)
+    check_settings(checkpoints, settings)
     console.print(
         f"A ResNet of widths {widths} on noisy digits, batches of {BATCH_SIZE}, "
         f"{steps} steps; jax {jax.__version__} on {device.device_kind}."

@@ -18,7 +18,6 @@ import platform
 from pathlib import Path
 from typing import Annotated
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,6 +28,7 @@ from rich.console import Console
 
 from examples.common import report
 from examples.common.cli import (
+    HEAD_WIDTH,
     AutocastOption,
     CheckpointsOption,
     LossScaleOption,
@@ -38,10 +38,12 @@ from examples.common.cli import (
     SeedOption,
     SeedsOption,
     StepsOption,
+    WidthOption,
     check_settings,
     parse_policies,
     slow_reasons,
     stop_if_collapsed,
+    versions,
 )
 from examples.common.command import run_command
 from examples.common.loop import (
@@ -53,7 +55,6 @@ from examples.common.loop import (
     step_log,
     train_side_by_side,
 )
-from examples.common.memory import activation_bytes, tree_bytes
 from examples.common.precision import autocast_if_half, choose_loss_scale, is_half
 from examples.common.results import provenance
 from examples.common.text import (
@@ -66,7 +67,6 @@ from jmp_lite import Policy, explain, scale_aware, scaled_value_and_grad
 from jmp_lite.nnx import TrainState, with_policy
 
 SCORE = report.Score("validation_loss", "valid. loss", "{:.4f}", "{:.3f}")
-HEAD_WIDTH = 32
 CONTEXT = 64
 BATCH_SIZE = 16
 VALIDATION_WINDOWS = 512
@@ -217,20 +217,13 @@ def train_seed(
 
     def record(label: str, result: Result) -> report.Record:
         loss_fn, state = losses[label], result.state
-        return report.Record(
-            model="",
+        return report.make_record(
+            result,
+            lambda params, tokens: loss_fn(params, state.other_state, tokens),
+            even_windows(train, count=BATCH_SIZE, length=CONTEXT + 1),
             policy=label,
             seed=seed,
-            score=validation_loss(loss_fn, state, validation),
-            step_ms=result.step_ms,
-            param_bytes=tree_bytes(state.params),
-            optimizer_bytes=tree_bytes(state.opt_state),
-            activation_bytes=activation_bytes(
-                lambda params, tokens: loss_fn(params, state.other_state, tokens),
-                state.params,
-                even_windows(train, count=BATCH_SIZE, length=CONTEXT + 1),
-            ),
-            history=result.history,
+            validation_loss=validation_loss(loss_fn, state, validation),
         )
 
     return [record(label, result) for label, result in results.items()]
@@ -251,10 +244,7 @@ def main(
     autocast: AutocastOption = True,
     loss_scale: LossScaleOption = 0.0,
     steps: StepsOption = 800,
-    width: Annotated[
-        int,
-        typer.Option(min=HEAD_WIDTH, help=f"Features; a multiple of {HEAD_WIDTH}."),
-    ] = 128,
+    width: WidthOption = 128,
     layers: Annotated[int, typer.Option(min=1, help="Blocks.")] = 2,
     seed: SeedOption = 0,
     seeds: SeedsOption = 1,
@@ -265,10 +255,6 @@ def main(
     """Train a language model in float32, float16 and bfloat16, side by side."""
     console = Console()
     policies = parse_policies(policy, use_autocast=autocast)
-    if width % HEAD_WIDTH:
-        raise typer.BadParameter(
-            f"expected a multiple of {HEAD_WIDTH}, got {width}.", param_hint="'--width'"
-        )
     way = "autocast" if autocast else "with_policy"
     device, about = jax.local_devices()[0], provenance()
     train, validation = load_sources()
@@ -283,10 +269,9 @@ def main(
         "static_loss_scale": loss_scale,
         "device": device.device_kind,
         "text": fingerprint(train, validation),
-        "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
+        "versions": versions(),
     }
-    if checkpoints is not None:
-        check_settings(checkpoints, settings)
+    check_settings(checkpoints, settings)
     console.print(
         f"{len(train) / 1e6:.1f} MB of Python {platform.python_version()}'s modules to "
         f"train on, {len(validation) / 1e6:.1f} MB to validate; {layers} layers of "

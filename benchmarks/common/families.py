@@ -15,13 +15,9 @@ from benchmarks.common.image_models import Attention, sinusoids
 
 
 class Conformer(nn.Module):
-    """A speech encoder: attention and a convolution over frames, between half MLPs.
+    """A speech encoder (Gulati et al., 2020, arXiv:2005.08100).
 
-    LayerNorm is where Gulati et al. have BatchNorm, and no positions are added.
-
-    References:
-      Gulati et al., Conformer: convolution-augmented transformer for speech
-        recognition, 2020, https://arxiv.org/abs/2005.08100
+    LayerNorm is where they have BatchNorm, and no positions are added.
     """
 
     layers: int
@@ -40,11 +36,10 @@ class Conformer(nn.Module):
         for _ in range(2):
             x = nn.relu(nn.Conv(self.width // 4, (3, 3), 2, dtype=self.dtype)(x))
         x = dense(self.width)(x.reshape(*x.shape[:2], -1))
-        for i in range(self.layers):
+        for _ in range(self.layers):
             y = nn.silu(dense(4 * self.width)(norm()(x)))
             x = x + 0.5 * dense(self.width)(y)
-            attention = Attention(self.heads, self.dtype, name=f"Attention_{i}")
-            x = x + attention(norm()(x))
+            x = x + Attention(self.heads, self.dtype)(norm()(x))
             y = nn.glu(dense(2 * self.width)(norm()(x)))
             y = _depthwise(self.width, (self.kernel,), self.dtype)(y)
             x = x + dense(self.width)(nn.silu(norm()(y)))
@@ -54,11 +49,7 @@ class Conformer(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    """ConvNeXt-T has blocks of (3, 3, 9, 3) and widths of 96 to 768.
-
-    References:
-      Liu et al., A ConvNet for the 2020s, 2022, https://arxiv.org/abs/2201.03545
-    """
+    """ConvNeXt-T has blocks of (3, 3, 9, 3) (Liu et al., 2022, arXiv:2201.03545)."""
 
     blocks: tuple[int, ...]
     widths: tuple[int, ...]
@@ -86,12 +77,7 @@ class ConvNeXt(nn.Module):
 
 
 class UNet3D(nn.Module):
-    """A U-Net of volumes: logits of each voxel; max pooling and GroupNorm.
-
-    References:
-      Çiçek et al., 3D U-Net: learning dense volumetric segmentation from sparse
-        annotation, 2016, https://arxiv.org/abs/1606.06650
-    """
+    """A U-Net of volumes, with GroupNorm (Çiçek et al., 2016, arXiv:1606.06650)."""
 
     widths: tuple[int, ...]
     groups: int
@@ -119,12 +105,7 @@ class UNet3D(nn.Module):
 
 
 class DiT(nn.Module):
-    """A diffusion transformer: time and label scale and shift what norms return.
-
-    References:
-      Peebles and Xie, Scalable diffusion models with transformers, 2022,
-        https://arxiv.org/abs/2212.09748
-    """
+    """A diffusion transformer (Peebles and Xie, 2022, arXiv:2212.09748)."""
 
     layers: int
     width: int
@@ -152,9 +133,9 @@ class DiT(nn.Module):
         x = x.reshape(batch, -1, self.width)
         init = nn.initializers.normal(0.02)
         x = x + self.param("positions", init, (1, *x.shape[1:])).astype(x.dtype)
-        for i in range(self.layers):
+        for _ in range(self.layers):
             terms = jnp.split(zeros(6 * self.width)(context), 6, axis=-1)
-            attention = Attention(self.heads, self.dtype, name=f"Attention_{i}")
+            attention = Attention(self.heads, self.dtype)
             x = x + terms[2] * attention(norm(x, *terms[:2]))
             y = nn.gelu(dense(4 * self.width)(norm(x, *terms[3:5])))
             x = x + terms[5] * dense(self.width)(y)
@@ -166,12 +147,7 @@ class DiT(nn.Module):
 
 
 class MeshGraphNet(nn.Module):
-    """A graph network that simulates: in each step, edges and nodes tell each other.
-
-    References:
-      Pfaff et al., Learning mesh-based simulation with graph networks, 2020,
-        https://arxiv.org/abs/2010.03409
-    """
+    """A graph network that simulates (Pfaff et al., 2020, arXiv:2010.03409)."""
 
     steps: int
     width: int
@@ -199,12 +175,7 @@ class MeshGraphNet(nn.Module):
 
 
 class Field(nn.Module):
-    """A function of time and place, of which a PINN takes derivatives.
-
-    References:
-      Raissi et al., Physics-informed neural networks, 2019,
-        https://doi.org/10.1016/j.jcp.2018.10.045
-    """
+    """What a PINN differentiates (Raissi et al., 2019, 10.1016/j.jcp.2018.10.045)."""
 
     layers: int
     width: int

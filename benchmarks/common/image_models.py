@@ -15,11 +15,8 @@ import jax.numpy as jnp
 class ResNet(nn.Module):
     """Bottleneck blocks and BatchNorm: ResNet-50 with blocks of (3, 4, 6, 3).
 
-    Attributes:
-      blocks: how many blocks each stage has.
-      width: channels of the first stage inside a block; four times as many outside.
-      classes: how many logits.
-      dtype: the `dtype` of every layer; None leaves it to the inputs.
+    `width` is that of the first stage inside a block; outside it is four times as much.
+    A `dtype` of None leaves it to the inputs.
     """
 
     blocks: tuple[int, ...]
@@ -51,17 +48,9 @@ class ResNet(nn.Module):
 
 
 class UNet(nn.Module):
-    """The U-Net of DDPM: GroupNorm and SiLU before each convolution of 3 × 3.
+    """The U-Net of DDPM (Ho et al., 2020, arXiv:2006.11239).
 
-    Attributes:
-      widths: channels of each resolution; the next has half of the pixels a side.
-      blocks: residual blocks of a resolution on the way down; one more on the way up.
-      groups: groups of channels that GroupNorm makes.
-      dtype: the `dtype` of every layer.
-
-    References:
-      Ho et al., Denoising diffusion probabilistic models, 2020,
-        https://arxiv.org/abs/2006.11239
+    Each resolution has `blocks` on the way down, and one more on the way up.
     """
 
     widths: tuple[int, ...]
@@ -132,20 +121,7 @@ def sinusoids(times: jax.Array, width: int) -> jax.Array:
 
 
 class ViT(nn.Module):
-    """A vision transformer with a class token: ViT-S/16 has 12 layers of width 384.
-
-    Attributes:
-      layers: how many blocks.
-      width: features of a token; the MLP of a block has four times as many.
-      heads: attention heads.
-      patch: pixels a side of what becomes a token.
-      classes: how many logits.
-      dtype: the `dtype` of every layer.
-
-    References:
-      Dosovitskiy et al., An image is worth 16 × 16 words, 2020,
-        https://arxiv.org/abs/2010.11929
-    """
+    """A vision transformer (Dosovitskiy et al., 2020, arXiv:2010.11929)."""
 
     layers: int
     width: int

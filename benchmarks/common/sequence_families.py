@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common.models import angles_of, rotate
+from benchmarks.common.llama import angles_of, rotate
 
 
 class _OfTokens(nn.Module):

@@ -8,8 +8,9 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,6 +18,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from examples.common.loop import Result
+from examples.common.memory import activation_bytes, tree_bytes
 from examples.common.results import write_result
 
 # Okabe and Ito's palette: told apart by colour-blind readers, and in grey as well.
@@ -73,33 +76,52 @@ class Score:
 ACCURACY = Score("test_accuracy", "test acc. %", "{:.2f}", "{:.1f}", unit=0.01)
 
 
-@dataclasses.dataclass
-class Record:
-    """One training run, what it is judged by, and further columns of the table.
+class Record(NamedTuple):
+    """One training run: its figures, and its metrics `[steps]`."""
 
-    `model` is "" where there is only one.
-    """
-
-    model: str
-    policy: str
-    seed: int
-    score: float
-    step_ms: float
-    param_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int
+    figures: Run
     history: dict[str, np.ndarray]
-    columns: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def figures(self, score: Score) -> Run:
-        """Return all but the history; the final loss is a mean over 20 steps."""
-        figures = {**vars(self), score.key: self.score}
-        del figures["history"], figures["score"]
-        return figures | {
-            "final_loss": float(np.mean(self.history["loss"][-20:])),
-            "skipped_steps": int(self.history["skipped_steps"][-1]),
-            "loss_scale": float(self.history["loss_scale"][-1]),
-        }
+
+def make_record(
+    result: Result,
+    loss_fn: Callable[[Any, Any], jax.Array],
+    batch: Any,
+    *,
+    model: str = "",
+    policy: str,
+    seed: int,
+    columns: dict[str, float] | None = None,
+    **score: float,
+) -> Record:
+    """Return what is kept of a run.
+
+    Args:
+      result: the run.
+      loss_fn: `(params, batch) -> loss`, whose activations are counted.
+      batch: the one that they are counted for.
+      model: its name, where there are several.
+      policy: the policy's name.
+      seed: the seed.
+      columns: further columns of the table.
+      **score: what it is judged by, under `Score.key`.
+    """
+    state, history = result.state, result.history
+    figures = {
+        "model": model,
+        "policy": policy,
+        "seed": seed,
+        "step_ms": result.step_ms,
+        "param_bytes": tree_bytes(state.params),
+        "optimizer_bytes": tree_bytes(state.opt_state),
+        "activation_bytes": activation_bytes(loss_fn, state.params, batch),
+        "columns": columns or {},
+        **score,
+        "final_loss": float(np.mean(history["loss"][-20:])),
+        "skipped_steps": int(history["skipped_steps"][-1]),
+        "loss_scale": float(history["loss_scale"][-1]),
+    }
+    return Record(figures, history)
 
 
 @dataclasses.dataclass
@@ -250,7 +272,7 @@ def publish(
       notes: what else to say beneath it.
       tiny: a second table and a column of the figure.
     """
-    results: dict[str, Any] = {"runs": [record.figures(score) for record in records]}
+    results: dict[str, Any] = {"runs": [record.figures for record in records]}
     histories: dict[str, Any] = {"runs": [plain(r.history) for r in records]}
     tables = [summarise(results["runs"], score, by_seed=has_seeds(results["runs"]))]
     console.print(
@@ -269,7 +291,8 @@ def publish(
     (out / "history.json").write_text(json.dumps(histories))
     text = "\n".join([f"**{title}**\n", *map(markdown_table, tables)])
     (out / "table.md").write_text(text)
-    first_seed = [r for r in records if r.seed == records[0].seed]
+    seed = records[0].figures["seed"]
+    first_seed = [r for r in records if r.figures["seed"] == seed]
     save_figure(first_seed, score, tiny, out / f"{name}.png")
     console.print(
         f"Wrote {name}.png, table.md, results.json and history.json into {out}."
@@ -286,9 +309,9 @@ def save_figure(
 ) -> None:
     """Draw losses above and loss scales below, a column per model."""
     columns = {}
-    for record in records:
-        label = f"{record.policy} ({score.of(record.figures(score))})"
-        columns.setdefault(record.model, {})[label] = record.history
+    for run, history in records:
+        label = f"{run['policy']} ({score.of(run)})"
+        columns.setdefault(run["model"], {})[label] = history
     titles = {
         model: f"{model.upper()}, {score.column} in brackets" if model else score.title
         for model in columns
