@@ -279,10 +279,11 @@ def tiny_gradients(
 
 def flushed_fraction(reference: Any, grads: Any) -> float:
     """Return the share of entries not 0 in `reference` that are 0 in `grads`."""
-    nonzero = jax.tree.map(lambda r: np.asarray(r) != 0, reference)
-    lost = jax.tree.map(lambda n, g: n & (np.asarray(g) == 0), nonzero, grads)
-    total = sum(n.sum() for n in jax.tree.leaves(nonzero))
-    return float(sum(x.sum() for x in jax.tree.leaves(lost)) / total)
+    expected, found = (
+        np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+        for tree in (reference, grads)
+    )
+    return float(np.mean(found[expected != 0] == 0))
 
 
 def _first_scale(result: Result) -> float:

@@ -25,11 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
-from matplotlib.figure import Figure
 from rich.console import Console
 
 import jmp_lite as jmp
-from examples.common import report
+from examples.common import plots, report
 from examples.common.cli import (
     HEAD_WIDTH,
     OutOption,
@@ -160,23 +159,18 @@ def train_broken(run: Run, batches, console: Console) -> tuple[int, str]:
 def save_losses(results: dict[str, Result], path: Path) -> None:
     """Plot the losses of the runs in one panel, and their difference below."""
     (_, full), (_, repaired) = results.items()
-    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
-    top, bottom = figure.subplots(2, 1, height_ratios=[3, 1], sharex=True)
-    styles = [
-        {"color": "#000000", "linewidth": 4.5, "alpha": 0.3},
-        {"color": "#D55E00", "linewidth": 1.4},
-    ]
-    for (name, result), style in zip(results.items(), styles, strict=True):
-        top.plot(result.history["loss"], label=name, **style)
+    figure, (top, bottom) = plots.panels(
+        2, 1, (6.4, 4.6), height_ratios=[3, 1], sharex=True
+    )
+    for (name, result), look in zip(results.items(), report.LOOKS, strict=False):
+        top.plot(result.history["loss"], label=name, **look)
     top.set_ylabel("training loss")
     top.set_yscale("log")
     top.legend(frameon=False)
     gap = repaired.history["loss"] / full.history["loss"] - 1
-    bottom.plot(100 * gap, color="#D55E00", linewidth=1)
+    bottom.plot(100 * gap, color=plots.VERMILION, linewidth=1)
     bottom.set_ylabel("gap, %")
     bottom.set_xlabel("step")
-    for axes in (top, bottom):
-        axes.grid(alpha=0.25)
     figure.savefig(path, dpi=100)
 
 

@@ -281,9 +281,7 @@ def main(
     data, records = load_digits(), []
     with stop_if_collapsed(console):
         for this_seed in range(seed, seed + seeds):
-            saves = checkpoints and Checkpoints(
-                checkpoints / f"{this_seed}", save_every
-            )
+            folder = checkpoints and checkpoints / f"{this_seed}"
             records += train_seed(
                 policies,
                 widths,
@@ -291,7 +289,7 @@ def main(
                 steps=steps,
                 seed=this_seed,
                 static_scale=loss_scale,
-                checkpoints=saves,
+                checkpoints=folder and Checkpoints(folder, save_every),
                 console=console,
             )
     report.publish(

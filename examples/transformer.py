@@ -285,9 +285,7 @@ def main(
     records = []
     with stop_if_collapsed(console):
         for this_seed in range(seed, seed + seeds):
-            saves = checkpoints and Checkpoints(
-                checkpoints / f"{this_seed}", save_every
-            )
+            folder = checkpoints and checkpoints / f"{this_seed}"
             records += train_seed(
                 policies,
                 (train, validation),
@@ -297,7 +295,7 @@ def main(
                 seed=this_seed,
                 static_scale=loss_scale,
                 use_autocast=autocast,
-                checkpoints=saves,
+                checkpoints=folder and Checkpoints(folder, save_every),
                 console=console,
             )
     report.publish(

@@ -1,17 +1,14 @@
-"""What compiled programs may cost: no more than was committed, nor than each other."""
+"""What compiled programs may cost: no more than was committed; and what all promise."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.common import counts
 from benchmarks.common.compiled_steps import (
-    ADVISED,
     BY_HAND,
     GRAD_AUTOCAST,
-    POLICY,
     REDUCE_FLOAT32,
     STEPS,
     STEPS_OF_OTHERS,
@@ -26,7 +23,7 @@ Results = dict[str, Row]  # by str(step)
 # None may grow by more than the tolerance. XLA's own count, "bytes accessed", leaves
 # out what cuDNN and cuBLAS read and write.
 GUARDED = ("traffic", "peak", "kernels")
-TOLERANCE = 1.01
+TOLERANCE, TOLERANCE_OF_RATIOS = 1.01, 1.05
 
 
 def other_versions(committed: Row, here: dict[str, str]) -> list[str]:
@@ -55,124 +52,30 @@ def growth(committed: Results, measured: Results) -> list[tuple[str, ...]]:
     return rows
 
 
-Times = tuple[float | None, float | None]  # of sizes ci and full; None: not measured
-
-
-class Limit(NamedTuple):
-    """What a figure of a step may be: so many times that of its base, and some more."""
-
-    figure: str
-    step: Step
-    times: Times
-    per_leaf: int = 0  # added for each leaf of the parameters
-    plus: tuple[int, int] = (0, 0)  # of sizes ci and full
-
-
-def _limits(models: str, how: Step, traffic: Times, peak: Times) -> list[Limit]:
-    """Return the limits of some models' traffic and peak."""
-    steps = [dataclasses.replace(how, model=model) for model in models.split(", ")]
-    figures = {"traffic": traffic, "peak": peak}
-    return [Limit(key, step, x) for step in steps for key, x in figures.items()]
-
-
-_AUTOCAST, _POLICY = Step("", "bfloat16", GRAD_AUTOCAST), Step("", "bfloat16", POLICY)
-_FLOAT16, _ADVISED = Step("", "float16", GRAD_AUTOCAST), Step("", "float16", ADVISED)
-_FP8 = Step("", "fp8", GRAD_AUTOCAST)
-_FP8_SHARDED = dataclasses.replace(_FP8, layout="FSDP")
-_REDUCED, _PARALLEL, _SHARDED = (
-    Step("", "bfloat16", REDUCE_FLOAT32, layout=layout)
-    for layout in ("one device", "data parallel", "FSDP")
-)
-_SCALED = Step("transformer", "float16", BY_HAND, scaled=True)
-_OF = functools.partial(dataclasses.replace, model="transformer")
-_SAME, _ALIKE = (1.0, 1.0), (TOLERANCE, TOLERANCE)
-# At size ci kernels and gradients weigh more than in a model of many layers, so limits
-# are wider: they are what was measured, and a little room.
-_ON_GPUS = [
-    *_limits("transformer, mlp", _AUTOCAST, _ALIKE, _ALIKE),
-    *_limits("cnn", _POLICY, _ALIKE, _ALIKE),
-    *_limits("unet, vit, llama, moe", _AUTOCAST, (1.08, 1.08), (1.08, 1.03)),
-    # The gradient of its recurrent weight is one product after the loop.
-    *_limits("lstm", _AUTOCAST, (0.9, 0.7), (1.08, 1.03)),
-    # XLA does not see what a loop keeps: autocast decides it.
-    *_limits("llama in a scan", _AUTOCAST, _SAME, (1.08, 1.03)),
-    # Compiled at size ci alone. What is behind them is in benchmarks/README.md.
-    *_limits("conformer", _AUTOCAST, (1.035, None), (1.0, None)),
-    *_limits("convnext", _AUTOCAST, (1.01, None), (0.7, None)),
-    *_limits("unet3d", _AUTOCAST, (1.03, None), (1.07, None)),
-    *_limits("dit", _AUTOCAST, (1.04, None), (0.9, None)),
-    *_limits("gnn", _AUTOCAST, (1.065, None), (0.85, None)),
-    *_limits("pinn", _AUTOCAST, (1.04, None), (1.0, None)),
-    # float16 has the same plan. The bytes of gradients, which are float32 sums here,
-    # weigh more in a small model.
-    *_limits("unet, vit, llama, moe", _FLOAT16, (1.08, 1.08), (1.08, 1.03)),
-    *_limits("unet, vit, llama, moe", _ADVISED, (1.08, 1.08), (1.08, 1.03)),
-    *_limits("transformer, cnn", _FLOAT16, (1.1, 1.03), _ALIKE),
-    *_limits("transformer, cnn", _ADVISED, (1.1, 1.03), _ALIKE),
-    # Gradients of weights in float32, beside rounded ones. On one device they cost next
-    # to nothing. On four they are sent in float32; at size ci, XLA also gathers the
-    # gradient of the embedding table. Convolutions are left out: for a float32 gradient
-    # GPUs need float32 operands.
-    *_limits("transformer", _REDUCED, (1.0, TOLERANCE), _SAME),
-    *_limits("vit, llama, moe", _REDUCED, (1.04, 1.04), (1.05, 1.03)),
-    # Of a small LSTM, the gradient of the head in float32 is 1.5 % of all bytes.
-    *_limits("lstm", _REDUCED, (1.05, 1.01), (1.05, 1.03)),
-    *_limits("transformer", _PARALLEL, (1.15, 1.12), _SAME),
-    *_limits("transformer", _SHARDED, (1.07, 1.05), (1.25, 1.0)),
-    # A segment that is computed again is a kernel more.
-    Limit("kernels", _OF(_AUTOCAST), (1.25, 1.25), plus=(8, 0)),
-    Limit("kernels", _OF(_AUTOCAST, model="mlp"), _ALIKE, plus=(8, 0)),
-    Limit("kernels", _OF(_POLICY, model="cnn"), _ALIKE, plus=(8, 0)),
-    Limit("kernels", _OF(_REDUCED), _SAME),
-    Limit("traffic", _SCALED, (1.03, 1.01)),
-    # Parts of the verdict, a byte each.
-    Limit("temporary", _SCALED, _SAME, plus=(4096, 4096)),
-    # XLA reduces a large array in two kernels; then there are verdict and scale.
-    Limit("kernels", _SCALED, _SAME, per_leaf=2, plus=(4, 4)),
-]
-# Beside bfloat16, each operand is read once more for its largest magnitude and once
-# more to be rounded. The backward pass keeps operands of half the size, but the
-# gradients of parameters are float32, which the large weights of the MLP show.
-_IN_FP8 = [
-    *_limits("transformer", _FP8, (1.04, 1.07), _SAME),
-    *_limits("transformer", _FP8_SHARDED, (1.14, 1.12), _SAME),
-    *_limits("mlp", _FP8, (1.01, 1.09), (1.0, 1.03)),
-    Limit("temporary", _OF(_FP8), (1.05, 1.0)),
-    Limit("temporary", _OF(_FP8_SHARDED), _SAME),
-    Limit("temporary", _OF(_FP8, model="mlp"), (1.0, 1.19)),
-]
-_ON_TPUS = [
-    *_limits("transformer", _AUTOCAST, _ALIKE, _ALIKE),
-    Limit("kernels", _OF(_AUTOCAST), _ALIKE, plus=(8, 0)),
-    *_limits("transformer", _PARALLEL, (TOLERANCE, None), (1.04, None)),
-    *_limits("transformer", _SHARDED, (TOLERANCE, 1.08), _ALIKE),
-    Limit("traffic", _SCALED, (1.04, 1.04)),
-    Limit("kernels", _SCALED, _SAME, per_leaf=1, plus=(1, 0)),
-]
-
-
-def limits(device: str) -> list[Limit]:
-    """Return what must hold between the steps of a device, whatever is committed."""
-    if DEVICES[device].is_tpu:
-        return _ON_TPUS
-    return _ON_GPUS + _IN_FP8 if DEVICES[device].has_fp8 else _ON_GPUS
-
-
 _BY_NAME = {str(step): step for step in (*STEPS, *STEPS_OF_OTHERS)}
+
+
+def growth_of_ratios(committed: Results, measured: Results) -> list[tuple[str, ...]]:
+    """Return a row of a table for each figure that has grown beside that of the base.
+
+    This is for other compilers, whose figures are others with the same programs.
+    """
+    rows = []
+    for name, step in _BY_NAME.items():
+        pairs = [(x.get(name), x.get(str(step.base))) for x in (committed, measured)]
+        for figure in GUARDED:
+            ratios = [row[figure] / of[figure] for row, of in pairs if row and of]
+            if len(ratios) == 2 and ratios[1] > ratios[0] * TOLERANCE_OF_RATIOS:
+                was, now = ratios
+                allowed = f"at most {TOLERANCE_OF_RATIOS}×"
+                figures = f"{was:.3f} → {now:.3f} of {step.base}"
+                rows.append((name, figure, figures, f"{now / was:.3f}×", allowed))
+    return rows
 
 
 def broken_limits(device: str, size: str, results: Results) -> list[tuple[str, ...]]:
     """Return a row of a table for each promise that does not hold."""
-    rows, at = [], int(size == "full")
-    for figure, step, times, per_leaf, plus in limits(device):
-        row, base = results.get(str(step)), results.get(str(step.base))
-        if row is None or base is None or times[at] is None:
-            continue
-        most = base[figure] * times[at] + per_leaf * row["leaves"] + plus[at]
-        if row[figure] > most:
-            figures = f"{row[figure]:,} against {base[figure]:,}"
-            ratio = f"{row[figure] / base[figure]:.3f}×"
-            rows.append((str(step), figure, figures, ratio, f"at most {most:,.0f}"))
+    rows = []
     for name, row in results.items():
         bounds = [*_bounds_of_all(device, size, name, row)]
         step = _BY_NAME.get(name)

@@ -13,23 +13,21 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from examples.common import plots
 from examples.common.loop import Result
 from examples.common.memory import activation_bytes, tree_bytes
 from examples.common.results import write_result
 
-# Okabe and Ito's palette: told apart by colour-blind readers, and in grey as well.
-_COLORS = ["#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7"]
 # float32 lies beneath as a broad band: the runs on top of it should be on top of it.
-_STYLES = [
-    {"linewidth": 4.5, "alpha": 0.3},
-    {"linewidth": 1.4},
-    {"linewidth": 1.4, "linestyle": (0, (4, 2))},
-    {"linewidth": 1.8, "linestyle": (0, (1, 1))},
+LOOKS: list[dict[str, Any]] = [
+    {"color": plots.BLACK, "linewidth": 4.5, "alpha": 0.3},
+    {"color": plots.VERMILION, "linewidth": 1.4},
+    {"color": plots.BLUE, "linewidth": 1.4, "linestyle": (0, (4, 2))},
+    {"color": plots.GREEN, "linewidth": 1.8, "linestyle": (0, (1, 1))},
 ]
 
 _NOTE = (
@@ -325,24 +323,23 @@ def save_figure(
             f"MLP, loss × $2^{{{math.log2(tiny.weight):g}}}$: what the scale is for"
         )
 
-    fig = Figure(figsize=(4.6 * len(columns) + 0.6, 6), layout="constrained")
-    axes = fig.subplots(
-        2, len(columns), height_ratios=[3, 2], sharex="col", squeeze=False
-    )
-    for (name, runs), (top, bottom) in zip(columns.items(), axes.T, strict=True):
+    size, n = (4.6 * len(columns) + 0.6, 6), len(columns)
+    figure, axes = plots.panels(2, n, size, height_ratios=[3, 2], sharex="col")
+    for i, (name, runs) in enumerate(columns.items()):
+        top, bottom = axes[i], axes[n + i]
         # The third of the tiny runs is not bfloat16: it looks different from it.
-        looks = [_look(i) for i in ((0, 1, 3) if name == "tiny" else range(len(runs)))]
+        looks = [LOOKS[0], LOOKS[1], LOOKS[3]] if name == "tiny" else LOOKS
         _draw_losses(top, runs, looks)
         _draw_scales(bottom, runs, looks)
         top.set_title(titles[name], fontsize=11)
         bottom.set_xlabel("step")
-    axes[0, 0].set_ylabel("training loss (running mean)")
-    axes[1, 0].set_ylabel("loss scale")
-    fig.savefig(path, dpi=100)
+    axes[0].set_ylabel("training loss (running mean)")
+    axes[n].set_ylabel("loss scale")
+    figure.savefig(path, dpi=100)
 
 
 def _draw_losses(ax: Axes, runs: Histories, looks: list[dict[str, Any]]) -> None:
-    for (label, history), look in zip(runs.items(), looks, strict=True):
+    for (label, history), look in zip(runs.items(), looks, strict=False):
         loss = history["loss"]
         window = max(1, min(10, len(loss) // 10))
         smooth = np.convolve(loss, np.ones(window) / window, mode="valid")
@@ -351,12 +348,11 @@ def _draw_losses(ax: Axes, runs: Histories, looks: list[dict[str, Any]]) -> None
     smallest, largest = ax.dataLim.intervaly
     ax.set_yscale("log" if largest > 10 * smallest else "linear")
     ax.legend(frameon=False, fontsize=9)
-    ax.grid(alpha=0.25)
 
 
 def _draw_scales(ax: Axes, runs: Histories, looks: list[dict[str, Any]]) -> None:
     drawn = False
-    for history, look in zip(runs.values(), looks, strict=True):
+    for history, look in zip(runs.values(), looks, strict=False):
         scale, taken = history["scale_used"], history["last_finite"]
         steps = np.arange(len(scale))
         skipped = steps[~taken]
@@ -375,18 +371,10 @@ def _draw_scales(ax: Axes, runs: Histories, looks: list[dict[str, Any]]) -> None
             label=f"{len(skipped)} of {len(steps)} steps skipped",
         )
     ax.set_yscale("log", base=2)
-    ax.grid(alpha=0.25)
     if drawn:
         ax.legend(frameon=False, fontsize=9)
     else:
         ax.text(0.5, 0.5, "no loss scale", ha="center", transform=ax.transAxes)
-
-
-def _look(index: int) -> dict[str, Any]:
-    return {
-        "color": _COLORS[index % len(_COLORS)],
-        **_STYLES[index % len(_STYLES)],
-    }
 
 
 def _range(values: list[Any], text: Callable[[Any], str] = str) -> str:
