@@ -36,7 +36,7 @@ from benchmarks.common import targets  # first: what to install, and what JAX re
 import jax
 import typer
 
-from benchmarks.common import counts, run
+from benchmarks.common import counts, limits, run
 from benchmarks.common.compiled_steps import (
     BY_HAND,
     GRAD_AUTOCAST,
@@ -48,14 +48,6 @@ from benchmarks.common.compiled_steps import (
     build,
     fp8_by_rule,
     steps,
-)
-from benchmarks.common.limits import (
-    Results,
-    Row,
-    broken_limits,
-    growth,
-    growth_of_ratios,
-    other_versions,
 )
 from benchmarks.common.models import SIZES, SIZES_OF_OTHERS
 from examples.common.progress import track
@@ -105,7 +97,9 @@ _COMPILING = b"".join(
 )
 
 
-def measure(step: Step, device: str, size: str, known: Row | None = None) -> Row:
+def measure(
+    step: Step, device: str, size: str, known: limits.Row | None = None
+) -> limits.Row:
     """Compile a step for a device; return the figures of its program, and of itself.
 
     The figures of the same program are `known`, of an earlier measurement.
@@ -138,7 +132,7 @@ def measure(step: Step, device: str, size: str, known: Row | None = None) -> Row
     }
 
 
-def measure_all(device: str, size: str, known: Results) -> Results:
+def measure_all(device: str, size: str, known: limits.Results) -> limits.Results:
     """Compile every step for a device, but for those whose figures are known."""
     compiled = steps_for(device, size)
     with ThreadPoolExecutor(max_workers=2) as pool, warnings.catch_warnings():
@@ -154,13 +148,13 @@ def result_path(device: str, size: str) -> Path:
     return COMMITTED / f"{device}-compiled" / f"programs-{size}.json"
 
 
-def read(path: Path) -> tuple[Row, Results]:
+def read(path: Path) -> tuple[limits.Row, limits.Results]:
     """Return settings and rows of a result."""
     text = json.loads(path.read_text(encoding="utf-8"))
     return text["settings"], {row["step"]: row for row in text["results"]}
 
 
-def list_figures(results: Results) -> run.Rows:
+def list_figures(results: limits.Results) -> run.Rows:
     """Return figures as multiples of those of the step each is held against."""
     rows = []
     for step in [*STEPS, *STEPS_OF_OTHERS]:
@@ -207,21 +201,21 @@ def main(
         if check and not path.exists():
             raise typer.BadParameter(f"No figures are committed for {name}.")
         versions, committed = read(path) if path.exists() else ({}, {})
-        wrong = other_versions(versions, here)
+        wrong = limits.other_versions(versions, here)
         if check and wrong:
             print(f"The figures of {name} are those of other versions:")
             print(*wrong, sep="\n")
             print("`make programs` makes an environment that has them.")
             raise typer.Exit(1)
         results = measure_all(name, size, {} if every or wrong else committed)
-        broken = broken_limits(name, size, results)
+        broken = limits.broken_limits(name, size, results)
         if check:
             pairs = [(committed[x], results[x]) for x in committed.keys() & results]
             same = sum(old.get("program") == new["program"] for old, new in pairs)
             print(f"{same} of {len(results)} programs are those of the figures.")
-            broken = growth(committed, results) + broken
+            broken = limits.growth(committed, results) + broken
         else:
-            broken = growth_of_ratios(committed, results) + broken
+            broken = limits.growth_of_ratios(committed, results) + broken
         failed = failed or bool(broken)
         columns = "step", "figure", "was → is", "", "allowed"
         tables = {

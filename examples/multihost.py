@@ -39,22 +39,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from examples import transformer
-from examples.common import report
-from examples.common.cli import (
-    LossScaleOption,
-    OutOption,
-    PolicyOption,
-    SaveEveryOption,
-    SeedOption,
-    StepsOption,
-    WidthOption,
-    check_settings,
-    make_folder,
-    parse_policies,
-    slow_reasons,
-    stop_if_collapsed,
-    versions,
-)
+from examples.common import cli, report
 from examples.common.command import run_command
 from examples.common.loop import Checkpoints, Result, Run, Step, train_side_by_side
 from examples.common.processes import join, launch
@@ -189,24 +174,24 @@ def publish(
 
 
 def main(
-    policy: PolicyOption = "mixed",
+    policy: cli.PolicyOption = "mixed",
     layout: Annotated[Layout, typer.Option(help="How the state is laid out.")] = "both",
-    loss_scale: LossScaleOption = 0.0,
-    steps: StepsOption = 100,
-    width: WidthOption = 128,
+    loss_scale: cli.LossScaleOption = 0.0,
+    steps: cli.StepsOption = 100,
+    width: cli.WidthOption = 128,
     layers: Annotated[int, typer.Option(min=0, help="Blocks.")] = 2,
     batch_size: Annotated[int, typer.Option(min=1, help="Of all devices.")] = 16,
-    seed: SeedOption = 0,
-    out: OutOption = Path("out/multihost"),
+    seed: cli.SeedOption = 0,
+    out: cli.OutOption = Path("out/multihost"),
     checkpoints: Annotated[
         Path | None,
         typer.Option(
             parser=epath.Path,
-            callback=make_folder,
+            callback=cli.make_folder,
             help="A folder that all hosts see; the same command resumes from it.",
         ),
     ] = None,
-    save_every: SaveEveryOption = 100,
+    save_every: cli.SaveEveryOption = 100,
     processes: Annotated[
         int,
         typer.Option(
@@ -232,7 +217,7 @@ def main(
     if processes and not hosts and process is coordinator is None:
         raise typer.Exit(launch(processes, devices))
     join(processes, process, coordinator, hosts=hosts)
-    policies, about = parse_policies(policy, use_autocast=True), provenance()
+    policies, about = cli.parse_policies(policy, use_autocast=True), provenance()
     if batch_size % jax.device_count():
         raise typer.BadParameter(
             f"expected a multiple of the {jax.device_count()} devices, got "
@@ -250,11 +235,11 @@ def main(
         "static_loss_scale": loss_scale,
         "seed": seed,
         "text": fingerprint(text),
-        "versions": versions(),
+        "versions": cli.versions(),
     }
     console = Console(quiet=jax.process_index() != 0)
     if jax.process_index() == 0:
-        check_settings(checkpoints, settings)
+        cli.check_settings(checkpoints, settings)
     multihost_utils.assert_equal(
         np.uint32(int(settings["text"], 16)),
         "The hosts have different versions of Python.",
@@ -287,7 +272,7 @@ def main(
         steps=steps,
         seed=seed,
     )
-    with stop_if_collapsed(console):
+    with cli.stop_if_collapsed(console):
         results = train_side_by_side(
             runs,
             shard_batches(batches, mesh),
@@ -302,7 +287,7 @@ def main(
         "devices": mesh.size,
     }
     publish(console, out, settings | where, results)
-    console.print(*slow_reasons(policies.values()), sep="\n")
+    console.print(*cli.slow_reasons(policies.values()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks.common import run
 from examples import digits, transformer
 from examples.common.data import batches, load_digits
-from examples.common.loop import Result, Run, train_side_by_side
+from examples.common.loop import Result, Run, ema_decay, train_side_by_side
 from examples.common.text import load_sources, text_batches
 from jmp_lite import NoOpLossScale, get_policy, scale_aware
 from jmp_lite.nnx import TrainState
@@ -87,7 +87,7 @@ def transformer_task(
                 model, policy, steps=steps, use_autocast=True, static_scale=0.0
             )
         else:
-            params, decay = policy.cast_to_param(model), transformer.ema_decay(steps)
+            params, decay = policy.cast_to_param(model), ema_decay(steps)
             state = TrainState.create(params, tx, ema_decay=decay)
         return Run(transformer.make_step(loss_fn), state)
 
