@@ -16,14 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.common import (
-    families,
-    image_models,
-    llama,
-    other_families,
-    sequence_families,
-    transformer,
-)
+from benchmarks.common import families, llama, other_families, transformer
 from benchmarks.common.transformer import cross_entropy
 from jmp_lite.linen import with_policy
 
@@ -273,10 +266,10 @@ def _lstm_shapes(sizes: Sizes) -> tuple[Any, ...]:
 # Models in flax: ResNet, whose statistics are kept, and those that keep nothing.
 
 
-def _resnet(sizes: Sizes, dtype: str) -> image_models.ResNet:
+def _resnet(sizes: Sizes, dtype: str) -> families.ResNet:
     # In float32 the dtypes are those of the inputs, which a policy may cast.
     half = None if dtype == "float32" else jnp.dtype(dtype)
-    return image_models.ResNet(sizes["blocks"], sizes["width"], sizes["classes"], half)
+    return families.ResNet(sizes["blocks"], sizes["width"], sizes["classes"], half)
 
 
 def cnn_loss(dtype: str, sizes: Sizes, policy: str = "") -> Loss:
@@ -431,10 +424,8 @@ MODELS: dict[str, Model] = {
     "transformer": Model("transformer", transformer_loss, _transformer_shapes),
     "mlp": Model("MLP", mlp_loss, _mlp_shapes),
     "cnn": Model("ResNet-50", cnn_loss, _cnn_shapes),
-    "unet": flax_model(
-        *("U-Net", image_models.UNet, _noise_error), IMAGES, IMAGES, LABELS
-    ),
-    "vit": flax_model("ViT-S/16", image_models.ViT, _labels_error, IMAGES, LABELS),
+    "unet": flax_model(*("U-Net", families.UNet, _noise_error), IMAGES, IMAGES, LABELS),
+    "vit": flax_model("ViT-S/16", families.ViT, _labels_error, IMAGES, LABELS),
     "llama": Model("Llama", llama.make_loss, _llama_shapes),
     "moe": Model("mixture of experts", llama.make_loss, _llama_shapes),
     "lstm": Model("LSTM", lstm_loss, _lstm_shapes),
@@ -476,12 +467,12 @@ OTHERS: dict[str, Model] = {
     "vae": flax_model(
         *("VAE", other_families.VAE, _evidence), IMAGES, zeros("batch", "latent")
     ),
-    "t5": flax_model("T5", sequence_families.T5, _translation, TOKENS, TOKENS),
-    "gemma": flax_model("Gemma", sequence_families.Gemma, _next_token, TOKENS),
-    "mamba": flax_model("Mamba", sequence_families.Mamba, _next_token, TOKENS),
+    "t5": flax_model("T5", other_families.T5, _translation, TOKENS, TOKENS),
+    "gemma": flax_model("Gemma", other_families.Gemma, _next_token, TOKENS),
+    "mamba": flax_model("Mamba", other_families.Mamba, _next_token, TOKENS),
     "linear attention": flax_model(
         "gated linear attention",
-        *(sequence_families.GatedLinearAttention, _next_token, TOKENS),
+        *(other_families.GatedLinearAttention, _next_token, TOKENS),
     ),
     "nerf": flax_model(
         *("NeRF", other_families.NeRF, _colours, zeros("rays", 3), zeros("rays", 3)),
