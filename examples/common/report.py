@@ -41,21 +41,13 @@ Run = dict[str, Any]  # the figures of a run, as they are in JSON
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """What runs are judged by.
+    """What runs are judged by."""
 
-    Attributes:
-      key: its name in results.json.
-      column: its name in the table, two words.
-      text: how its mean is written.
-      short_text: how the score of one run is written.
-      unit: what it is divided by where it is written, 0.01 for percent.
-    """
-
-    key: str
-    column: str
-    text: str
-    short_text: str
-    unit: float = 1.0
+    key: str  # in results.json
+    column: str  # in the table, two words
+    text: str  # how the mean is written
+    short_text: str  # how the score of one run is written
+    unit: float = 1.0  # what is written is divided by it: 0.01 for percent
 
     @property
     def title(self) -> str:
@@ -99,8 +91,8 @@ def make_record(
       loss_fn: `(params, batch) -> loss`, whose activations are counted.
       batch: the one that they are counted for.
       model: its name, where there are several.
-      policy: the policy's name.
-      seed: the seed.
+      policy: its name.
+      seed: of the run.
       columns: further columns of the table.
       **score: what it is judged by, under `Score.key`.
     """
@@ -124,21 +116,13 @@ def make_record(
 
 @dataclasses.dataclass
 class TinyGradients:
-    """Runs on a loss × `weight`, so small that float16 needs a scale; by run's name.
-
-    Attributes:
-      weight: what the loss was multiplied by.
-      reference: the name of the float32 run.
-      first_scale: the loss scale of the first step that was taken.
-      flushed: the share of the reference's non-zero gradient entries that are 0.
-      history: metrics `[steps]`.
-    """
+    """Runs on a loss × `weight`, so small that float16 needs a scale; by run's name."""
 
     weight: float
-    reference: str
-    first_scale: dict[str, float]
-    flushed: dict[str, float]
-    history: dict[str, dict[str, np.ndarray]]
+    reference: str  # the name of the float32 run
+    first_scale: dict[str, float]  # of the first step that was taken
+    flushed: dict[str, float]  # share of the reference's non-zero gradients that are 0
+    history: dict[str, dict[str, np.ndarray]]  # metrics `[steps]`
 
     def figures(self) -> dict[str, Any]:
         """Return all but the history, and the first and the final losses."""
