@@ -71,15 +71,15 @@ def train_example(
     records = train(scaled, static_scale=0.0, **options)
     records += train({UNSCALED: RUNS[UNSCALED]}, static_scale=1.0, **options)
 
-    def scores(record: report.Record) -> dict[str, float]:
-        if record.model:  # of digits
-            return {"accuracy": record.score}
-        found = {"validation_loss": record.score}
-        if "acc. %" in record.columns:
-            found["accuracy"] = record.columns["acc. %"] / 100
+    def scores(figures: report.Run) -> dict[str, float]:
+        if figures["model"]:  # of digits
+            return {"accuracy": figures["test_accuracy"]}
+        found = {"validation_loss": figures["validation_loss"]}
+        if figures["columns"]:
+            found["accuracy"] = figures["columns"]["acc. %"] / 100
         return found
 
-    return {r.policy: curve(r.history["loss"], **scores(r)) for r in records}
+    return {x["policy"]: curve(h["loss"], **scores(x)) for x, h in records}
 
 
 def train_digits(name: str, policies: Any, **options: Any) -> list[report.Record]:

@@ -31,10 +31,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 import jmp_lite as jmp
-from benchmarks.common import plots, result_figures
+from benchmarks.common import result_figures
 from benchmarks.common.transformer import cross_entropy
 from examples import find_the_overflow
-from examples.common import pages
+from examples.common import pages, plots
 from examples.common.results import ROOT
 from examples.common.text import even_windows, load_sources
 from jmp_lite.numerics import tree_stats

@@ -37,13 +37,7 @@ BATCH = {"batch": 8, "length": 512}
 def program(
     storage: Storage, remat: bool, *, sizes: dict[str, int]
 ) -> tuple[Any, Any, dict[str, int]]:
-    """Return a train step, the shapes it takes, and the bytes of their arrays.
-
-    Args:
-      storage: how it stores its numbers.
-      remat: whether the backward pass computes each layer again.
-      sizes: layers, width, heads, vocabulary, batch, length.
-    """
+    """Return a train step, the shapes it takes, and the bytes of their arrays."""
     tx, dtype = storage.transformation(1e-3), jnp.dtype(storage.compute)
 
     def init():
@@ -67,10 +61,7 @@ def measure(
 ) -> tuple[jmp_lite.memory.Comparison, list[dict[str, Any]]]:
     """Compile the step of `program` in each way; return the report, and rows to store.
 
-    Args:
-      ways: the ways, and whether layers are recomputed.
-      device: what for.
-      sizes: as `program` takes them.
+    A way has whether the backward pass computes each layer again.
     """
     steps, rows = {}, {}
     for storage, remat in ways:
@@ -79,11 +70,14 @@ def measure(
         steps[name] = step, shapes
         rows[name] = {"storage": str(storage), "remat": remat, **held}
     found = jmp_lite.memory.compare(steps, device, on_progress=print)
-    for name, report in ((row.name, row.report) for row in found.rows):
-        rows[name]["temporary"] = report.temporaries
-        rows[name]["peak"] = report.peak
-        rows[name]["bytes accessed"] = report.bytes_accessed
-        rows[name]["kernels"] = report.kernels
+    for row in found.rows:
+        report = row.report
+        rows[row.name] |= {
+            "temporary": report.temporaries,
+            "peak": report.peak,
+            "bytes accessed": report.bytes_accessed,
+            "kernels": report.kernels,
+        }
     return found, [*rows.values()]
 
 

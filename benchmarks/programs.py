@@ -36,21 +36,20 @@ from benchmarks.common import targets  # first: what to install, and what JAX re
 import jax
 import typer
 
-from benchmarks.common import counts, run
+from benchmarks.common import counts, limits, run
 from benchmarks.common.compiled_steps import (
     BY_HAND,
     GRAD_AUTOCAST,
+    HALVES,
     REDUCE_FLOAT32,
     STEPS,
     STEPS_OF_OTHERS,
     Step,
     build,
     fp8_by_rule,
-    halves,
+    steps,
 )
-from benchmarks.common.limits import Results, Row, broken_limits, growth, other_versions
-from benchmarks.common.models import SIZES
-from benchmarks.common.other_models import SIZES_OF_OTHERS
+from benchmarks.common.models import SIZES, SIZES_OF_OTHERS
 from examples.common.progress import track
 from examples.common.results import COMMITTED
 from jmp_lite import memory
@@ -63,7 +62,7 @@ DEFAULT_DEVICES = [Device.h100, Device.a100, Device.v100, Device.v5e]
 
 _TRANSFORMER = [
     Step("transformer"),
-    *halves("transformer", BY_HAND, GRAD_AUTOCAST),
+    *steps("transformer", HALVES, BY_HAND, GRAD_AUTOCAST),
     Step("transformer", "float16", BY_HAND, scaled=True),
 ]
 # What is compiled for each device, if not for TPUs, for which it takes the longest.
@@ -73,18 +72,14 @@ STEPS_OF: dict[str, list[Step]] = {
     # Has no bfloat16 products.
     "v100": [step for step in _TRANSFORMER if step.dtype != "bfloat16"],
 }
+_REDUCED = "transformer", "bfloat16", GRAD_AUTOCAST, REDUCE_FLOAT32
 _STEPS_OF_TPUS = [
     *_TRANSFORMER,
-    *(Step("cnn", "bfloat16", cast) for cast in (BY_HAND, GRAD_AUTOCAST)),
-    *(
-        Step("transformer", "bfloat16", cast, layout=layout)
-        for layout in ("data parallel", "FSDP")
-        for cast in (GRAD_AUTOCAST, REDUCE_FLOAT32)
-    ),
+    *steps("cnn", "bfloat16", BY_HAND, GRAD_AUTOCAST),
+    *steps(*_REDUCED, layout="data parallel"),
+    *steps(*_REDUCED, layout="FSDP"),
     Step("transformer", "float16", BY_HAND, scaled=True, layout="FSDP"),
 ]
-
-
 _SIZES = SIZES | {"others": SIZES_OF_OTHERS}
 
 
@@ -102,15 +97,12 @@ _COMPILING = b"".join(
 )
 
 
-def measure(step: Step, device: str, size: str, known: Row | None = None) -> Row:
+def measure(
+    step: Step, device: str, size: str, known: limits.Row | None = None
+) -> limits.Row:
     """Compile a step for a device; return the figures of its program, and of itself.
 
-    Args:
-      step: which.
-      device: what for.
-      size: a key of `_SIZES`.
-      known: the row of an earlier measurement: its figures are those of the program,
-        if it is the same.
+    The figures of the same program are `known`, of an earlier measurement.
     """
     mesh = memory.mesh(device, data=1 if step.layout == "one device" else 4)
     sizes = _SIZES[size][step.model]
@@ -130,12 +122,8 @@ def measure(step: Step, device: str, size: str, known: Row | None = None) -> Row
     }
     if known and known.get("program") == row["program"]:
         return known | row
-    return row | figures(memory.of_step(fun, device)(*shapes))
-
-
-def figures(report: memory.StepReport) -> Row:
-    """Return the figures of a compiled program: bytes, and counts."""
-    return {
+    report = memory.of_step(fun, device)(*shapes)
+    return row | {
         "bytes accessed": report.bytes_accessed,
         "peak": report.peak,
         "temporary": report.temporaries,
@@ -144,15 +132,15 @@ def figures(report: memory.StepReport) -> Row:
     }
 
 
-def measure_all(device: str, size: str, known: Results) -> Results:
+def measure_all(device: str, size: str, known: limits.Results) -> limits.Results:
     """Compile every step for a device, but for those whose figures are known."""
-    steps = steps_for(device, size)
+    compiled = steps_for(device, size)
     with ThreadPoolExecutor(max_workers=2) as pool, warnings.catch_warnings():
         # That fp8 is slow on the CPU says nothing about what is compiled for.
         warnings.filterwarnings("ignore", "Matrix products in fp8")
         of_device = functools.partial(measure, device=device, size=size)
-        rows = pool.map(lambda s: of_device(s, known=known.get(str(s))), steps)
-        rows = list(track(rows, f"compiling for {device}", total=len(steps)))
+        rows = pool.map(lambda s: of_device(s, known=known.get(str(s))), compiled)
+        rows = list(track(rows, f"compiling for {device}", total=len(compiled)))
     return {row["step"]: row for row in rows}
 
 
@@ -160,13 +148,13 @@ def result_path(device: str, size: str) -> Path:
     return COMMITTED / f"{device}-compiled" / f"programs-{size}.json"
 
 
-def read(path: Path) -> tuple[Row, Results]:
+def read(path: Path) -> tuple[limits.Row, limits.Results]:
     """Return settings and rows of a result."""
     text = json.loads(path.read_text(encoding="utf-8"))
     return text["settings"], {row["step"]: row for row in text["results"]}
 
 
-def list_figures(results: Results) -> run.Rows:
+def list_figures(results: limits.Results) -> run.Rows:
     """Return figures as multiples of those of the step each is held against."""
     rows = []
     for step in [*STEPS, *STEPS_OF_OTHERS]:
@@ -213,19 +201,21 @@ def main(
         if check and not path.exists():
             raise typer.BadParameter(f"No figures are committed for {name}.")
         versions, committed = read(path) if path.exists() else ({}, {})
-        wrong = other_versions(versions, here)
+        wrong = limits.other_versions(versions, here)
         if check and wrong:
             print(f"The figures of {name} are those of other versions:")
             print(*wrong, sep="\n")
             print("`make programs` makes an environment that has them.")
             raise typer.Exit(1)
         results = measure_all(name, size, {} if every or wrong else committed)
-        broken = broken_limits(name, size, results)
+        broken = limits.broken_limits(name, size, results)
         if check:
             pairs = [(committed[x], results[x]) for x in committed.keys() & results]
             same = sum(old.get("program") == new["program"] for old, new in pairs)
             print(f"{same} of {len(results)} programs are those of the figures.")
-            broken = growth(committed, results) + broken
+            broken = limits.growth(committed, results) + broken
+        else:
+            broken = limits.growth_of_ratios(committed, results) + broken
         failed = failed or bool(broken)
         columns = "step", "figure", "was → is", "", "allowed"
         tables = {

@@ -19,8 +19,7 @@ import optax
 import typer
 
 import jmp_lite as jmp
-from benchmarks.common import run, transformer
-from benchmarks.common.models import MODELS, llama_loss
+from benchmarks.common import llama, run, transformer
 
 DEVICE, LIMIT = "rtx4090", "8GB"
 RANK = 16  # of the adapters
@@ -44,13 +43,15 @@ class Model:
 
     def __init__(self, sizes: dict[str, int]):
         self.sizes = sizes
-        self.unstacked, _, self.tokens = MODELS["llama"].shapes(sizes)
+        self.unstacked = jax.eval_shape(lambda: llama.make_params(sizes))
+        shape = sizes["batch"], sizes["length"]
+        self.tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
         # As users have them: in a scan, a layer is compiled once.
         self.params = jax.eval_shape(transformer.stack, self.unstacked)
 
     def loss_fn(self, is_half: bool, is_recomputed: bool) -> Callable[..., Any]:
         around = jax.checkpoint if is_recomputed else lambda layer: layer
-        of_model = llama_loss("float32", self.sizes, around)
+        of_model = llama.make_loss("float32", self.sizes, around)
 
         def loss_fn(params, tokens):
             return of_model(params, tokens)[0]

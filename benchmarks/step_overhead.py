@@ -43,8 +43,6 @@ from benchmarks.common.transformer import cross_entropy, train_step
 
 BASELINE, OURS = "bare optimiser", "jmp_lite scale_aware"
 JMP, FLAX = "jmp DynamicLossScale", "flax DynamicScale"
-APPLY_IF_FINITE, COND = "optax apply_if_finite", "lax.cond by hand"
-COND_INSIDE = "lax.cond inside"
 
 LossFn = Callable[[Any, Any], jax.Array]
 Contender = Callable[[Any, LossFn, Any], tuple[Step, Any]]  # optimiser, loss, params
@@ -160,24 +158,20 @@ def with_cond(
     return step, (params, tx.init(params), jmp_lite.DynamicLossScale())
 
 
-CONTENDERS: dict[str, Contender] = {
-    BASELINE: bare,
-    OURS: with_scale_aware,
-    JMP: with_jmp,
-    FLAX: with_flax,
-    APPLY_IF_FINITE: apply_if_finite,
-    COND: with_cond,
-    COND_INSIDE: functools.partial(with_cond, inside=True),
+# In results -> in tables, and what makes it.
+CONTENDERS: dict[str, tuple[str, Contender]] = {
+    BASELINE: ("", bare),
+    OURS: ("`scale_aware`", with_scale_aware),
+    JMP: ("jmp and `select_tree`", with_jmp),
+    FLAX: ("flax `DynamicScale`", with_flax),
+    "optax apply_if_finite": ("`apply_if_finite` (no loss scale)", apply_if_finite),
+    "lax.cond by hand": ("`lax.cond` by hand", with_cond),
+    "lax.cond inside": (
+        "`lax.cond` inside of the transformation",
+        functools.partial(with_cond, inside=True),
+    ),
 }
-# All but the bare one, as tables name them.
-PEERS = {
-    OURS: "`scale_aware`",
-    JMP: "jmp and `select_tree`",
-    FLAX: "flax `DynamicScale`",
-    APPLY_IF_FINITE: "`apply_if_finite` (no loss scale)",
-    COND: "`lax.cond` by hand",
-    COND_INSIDE: "`lax.cond` inside of the transformation",
-}
+PEERS = {name: title for name, (title, _) in CONTENDERS.items() if title}
 # jmp's verdict is an AND of all leaves, which XLA puts into the update of each: at
 # 400 leaves compiling was given up after 7 minutes on busy cores, at 10 GB.
 JMP_LEAVES = 100
@@ -226,35 +220,35 @@ def make_columns(leaves: int, batch_size: int) -> tuple[list[jax.Array], Any]:
 
 def summarise(result: run.Result) -> run.Rows:
     """Return times of a step of the MLP over the bare optimiser's."""
-    cases = [case for case in result["cases"] if case["problem"] == "mlp"]
-    columns = {f"{case['optimizer']}, batch {case['batch']}": case for case in cases}
-    return [
-        {"": title, **{column: _cell(case, name) for column, case in columns.items()}}
-        for name, title in PEERS.items()
-    ]
+    rows = [{"": title} for title in PEERS.values()]
+    for case in result["cases"]:
+        if case["problem"] == "mlp":
+            column = f"{case['optimizer']}, batch {case['batch']}"
+            for row, name in zip(rows, PEERS, strict=True):
+                row[column], _ = _cells(case, name)
+    return rows
 
 
 def summarise_leaves(result: run.Result) -> run.Rows:
     """Return times of a step over the bare optimiser's, and those of compiling."""
-    cases = [case for case in result["cases"] if case["problem"] == "columns"]
-    return [
-        {
-            "leaves": PEERS[name],
-            **{f"{c['leaves']}": _cell(c, name, compiling=True) for c in cases},
-        }
-        for name in (OURS, JMP, FLAX)
-    ]
+    names = OURS, JMP, FLAX
+    rows = [{"leaves": PEERS[name]} for name in names]
+    for case in result["cases"]:
+        if case["problem"] == "columns":
+            for row, name in zip(rows, names, strict=True):
+                row[f"{case['leaves']}"] = " ".join(_cells(case, name)).rstrip()
+    return rows
 
 
-def _cell(case: dict[str, Any], name: str, compiling: bool = False) -> str:
+def _cells(case: dict[str, Any], name: str) -> tuple[str, str]:
+    """Return the times of a step and of compiling it, over those of the bare one."""
     rows = case["contenders"]
     if name not in rows:
-        return "not measured"
-    text = f"{ratios(rows, name, BASELINE)[1]:.2f}"
-    if compiling:
-        time, bare = (rows[x]["compile_processor_seconds"] for x in (name, BASELINE))
-        text += f" ({time / bare:.{1 if time / bare < 9.95 else 0}f})"
-    return text
+        return "not measured", ""
+    compiling, bare = (rows[x]["compile_processor_seconds"] for x in (name, BASELINE))
+    digits = 1 if compiling / bare < 9.95 else 0
+    time = f"{ratios(rows, name, BASELINE)[1]:.2f}"
+    return time, f"({compiling / bare:.{digits}f})"
 
 
 @run.benchmark
@@ -279,7 +273,7 @@ def main(
         rows = time_steps(
             {
                 contender: make(OPTIMIZERS[name](), loss_fn, params)
-                for contender, make in CONTENDERS.items()
+                for contender, (_, make) in CONTENDERS.items()
                 if contender not in missing
             },
             batch,

@@ -19,9 +19,9 @@ from typing import Annotated
 import typer
 
 from benchmarks.common import compiled_tables, measured_tables
-from benchmarks.common.committed import RESULTS, load
+from benchmarks.common.committed import command, list_names, load
 from examples.common import report
-from examples.common.results import COMMITTED, ROOT
+from examples.common.results import ROOT
 
 PAGES = [
     ROOT / "README.md",
@@ -83,7 +83,9 @@ def made_blocks(text: str) -> Iterator[tuple[re.Match[str], str | None]]:
 def rewrite(text: str) -> str:
     """Return a page with what is made of results anew."""
     for match, made in reversed(list(made_blocks(text))):
-        if made is not None:
+        if made is None:
+            print(f"No result for {match[1]} {match[2]}: it stays as it is.")
+        else:
             text = text[: match.start(3)] + made + text[match.end(3) :]
     return text
 
@@ -95,7 +97,7 @@ def main(
 ) -> None:
     """Write the tables of all pages anew, from the committed results."""
     if commands:
-        print(*dict.fromkeys(RESULTS.values()), sep="\n")
+        print(*dict.fromkeys(map(command, list_names())), sep="\n")
         return
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -103,9 +105,6 @@ def main(
         if changed != text:
             page.write_text(changed, encoding="utf-8")
             print(f"Written: {page.relative_to(ROOT)}")
-    for name, command in RESULTS.items():
-        if not (COMMITTED / name).exists():
-            print(f"No {name}: its tables stay as they are. {command}")
 
 
 if __name__ == "__main__":

@@ -101,14 +101,7 @@ def start(way: Way, sizes: dict[str, Any]) -> tuple[Callable[[Any], Any], Any, i
 def measure(
     timed: list[Way], sizes: dict[str, Any], *, rounds: int, steps: int
 ) -> dict[str, dict[str, Any]]:
-    """Return times and bytes of a model in each way.
-
-    Args:
-      timed: the ways, float32 first.
-      sizes: those of the model.
-      rounds: how often each way has its turn.
-      steps: train steps in a turn.
-    """
+    """Return times and bytes of a model, by turns in each way."""
     title = MODELS[timed[0].step.model].title
     rows, steppers, states = {}, {}, {}
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
@@ -122,11 +115,7 @@ def measure(
 
 
 def summarise(results: dict[str, run.Result]) -> run.Rows:
-    """Return a model's time and memory in bfloat16, for the pages.
-
-    Args:
-      results: by model.
-    """
+    """Return a row of time and memory in bfloat16 for each model."""
     rows, (by_hand, autocast) = [], IN_BFLOAT16.values()
     for model, result in results.items():
         found = result["rows"]

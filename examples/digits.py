@@ -24,35 +24,13 @@ import optax
 import typer
 from rich.console import Console
 
-from examples.common import report
-from examples.common.cli import (
-    AutocastOption,
-    LossScaleOption,
-    OutOption,
-    PolicyOption,
-    SeedOption,
-    SeedsOption,
-    StepsOption,
-    parse_policies,
-    slow_reasons,
-    stop_if_collapsed,
-)
+import jmp_lite as jmp
+from examples.common import cli, report
 from examples.common.command import run_command
 from examples.common.data import Digits, batches, load_digits
 from examples.common.loop import Result, Run, Step, step_log, train_side_by_side
-from examples.common.memory import activation_bytes, tree_bytes
 from examples.common.precision import autocast_if_half, choose_loss_scale
 from examples.common.results import provenance
-from jmp_lite import (
-    DynamicLossScale,
-    NoOpLossScale,
-    Policy,
-    StaticLossScale,
-    get_policy,
-    scale_aware,
-    scaled_value_and_grad,
-    select_tree,
-)
 
 BATCH_SIZE = 128
 
@@ -107,7 +85,7 @@ def make_forward(model: nn.Module, *, train: bool):
     return forward
 
 
-def cast_by_hand(forward, policy: Policy):
+def cast_by_hand(forward, policy: jmp.Policy):
     """Return `forward` with casts to the compute and the output dtype of a policy."""
 
     def cast_forward(params, batch_stats, image):
@@ -121,7 +99,7 @@ def cast_by_hand(forward, policy: Policy):
 
 
 def make_loss_fn(
-    model: nn.Module, policy: Policy, *, use_autocast: bool, weight: float = 1.0
+    model: nn.Module, policy: jmp.Policy, *, use_autocast: bool, weight: float = 1.0
 ):
     """Return the loss under a policy, by autocast or with casts by hand."""
     forward = make_forward(model, train=True)
@@ -140,7 +118,7 @@ def make_step(loss_fn, tx: optax.GradientTransformationExtraArgs) -> Step:
     """Return a train step; `tx` is a `scale_aware` optimiser."""
 
     def step(state: TrainState, batch: Digits):
-        value_and_grad = scaled_value_and_grad(
+        value_and_grad = jmp.scaled_value_and_grad(
             loss_fn, loss_scale=state.opt_state, has_aux=True
         )
         (loss, batch_stats), grads = value_and_grad(
@@ -150,13 +128,15 @@ def make_step(loss_fn, tx: optax.GradientTransformationExtraArgs) -> Step:
         params = optax.apply_updates(state.params, updates)
         log = step_log(state.opt_state, opt_state, loss)
         # A skipped step also leaves BatchNorm's statistics unchanged.
-        batch_stats = select_tree(log["last_finite"], batch_stats, state.batch_stats)
+        batch_stats = jmp.select_tree(
+            log["last_finite"], batch_stats, state.batch_stats
+        )
         return TrainState(params, batch_stats, opt_state), log
 
     return step
 
 
-def init_state(model: nn.Module, policy: Policy, tx, *, seed: int) -> TrainState:
+def init_state(model: nn.Module, policy: jmp.Policy, tx, *, seed: int) -> TrainState:
     image = jnp.zeros((1, 28, 28, 1))
     variables = model.init(jax.random.key(seed), image, train=False)
     params = policy.cast_to_param(variables["params"])
@@ -164,7 +144,7 @@ def init_state(model: nn.Module, policy: Policy, tx, *, seed: int) -> TrainState
 
 
 def accuracy(
-    model, policy: Policy, state: TrainState, test: Digits, *, use_autocast: bool
+    model, policy: jmp.Policy, state: TrainState, test: Digits, *, use_autocast: bool
 ) -> float:
     """Return the accuracy."""
     forward = make_forward(model, train=False)
@@ -176,7 +156,7 @@ def accuracy(
 
 def train_model(
     name: str,
-    policies: dict[str, Policy],
+    policies: dict[str, jmp.Policy],
     data: tuple[Digits, Digits],
     *,
     width: int,
@@ -191,7 +171,7 @@ def train_model(
     model = MODELS[name](width)
     runs, losses = {}, {}
     for label, policy in policies.items():
-        tx = scale_aware(optax.adam(1e-3), choose_loss_scale(policy, static_scale))
+        tx = jmp.scale_aware(optax.adam(1e-3), choose_loss_scale(policy, static_scale))
         losses[label] = make_loss_fn(model, policy, use_autocast=use_autocast)
         state = init_state(model, policy, tx, seed=seed)
         runs[label] = Run(make_step(losses[label], tx), state)
@@ -205,22 +185,16 @@ def train_model(
 
     def record(label: str, result: Result) -> report.Record:
         state, loss_fn = result.state, losses[label]
-        return report.Record(
+        return report.make_record(
+            result,
+            lambda params, batch: loss_fn(params, state.batch_stats, batch)[0],
+            Digits(train.image[:BATCH_SIZE], train.label[:BATCH_SIZE]),
             model=name,
             policy=label,
             seed=seed,
-            score=accuracy(
+            test_accuracy=accuracy(
                 model, policies[label], state, test, use_autocast=use_autocast
             ),
-            step_ms=result.step_ms,
-            param_bytes=tree_bytes(state.params),
-            optimizer_bytes=tree_bytes(state.opt_state),
-            activation_bytes=activation_bytes(
-                lambda params, batch: loss_fn(params, state.batch_stats, batch)[0],
-                state.params,
-                Digits(train.image[:BATCH_SIZE], train.label[:BATCH_SIZE]),
-            ),
-            history=result.history,
         )
 
     return [record(label, result) for label, result in results.items()]
@@ -242,15 +216,15 @@ def tiny_gradients(
     """
     weight = 2.0**-20
     model = MLP(width)
-    f32, f16 = get_policy("float32"), get_policy("mixed_float16")
+    f32, f16 = jmp.get_policy("float32"), jmp.get_policy("mixed_float16")
     setups = {
-        "float32": (f32, NoOpLossScale()),
-        "float16, dynamic loss scale": (f16, DynamicLossScale(period=50)),
-        "float16, no loss scale": (f16, NoOpLossScale()),
+        "float32": (f32, jmp.NoOpLossScale()),
+        "float16, dynamic loss scale": (f16, jmp.DynamicLossScale(period=50)),
+        "float16, no loss scale": (f16, jmp.NoOpLossScale()),
     }
     runs, losses = {}, {}
     for label, (policy, loss_scale) in setups.items():
-        tx = scale_aware(optax.sgd(0.1 / weight, momentum=0.9), loss_scale)
+        tx = jmp.scale_aware(optax.sgd(0.1 / weight, momentum=0.9), loss_scale)
         losses[label] = make_loss_fn(
             model, policy, use_autocast=use_autocast, weight=weight
         )
@@ -263,8 +237,8 @@ def tiny_gradients(
     )
 
     def grads(label: str, scale: float):
-        value_and_grad = scaled_value_and_grad(
-            losses[label], loss_scale=StaticLossScale(scale), has_aux=True
+        value_and_grad = jmp.scaled_value_and_grad(
+            losses[label], loss_scale=jmp.StaticLossScale(scale), has_aux=True
         )
         return jax.jit(value_and_grad)(params, {}, data[0])[1]
 
@@ -286,10 +260,11 @@ def tiny_gradients(
 
 def flushed_fraction(reference: Any, grads: Any) -> float:
     """Return the share of entries not 0 in `reference` that are 0 in `grads`."""
-    nonzero = jax.tree.map(lambda r: np.asarray(r) != 0, reference)
-    lost = jax.tree.map(lambda n, g: n & (np.asarray(g) == 0), nonzero, grads)
-    total = sum(n.sum() for n in jax.tree.leaves(nonzero))
-    return float(sum(x.sum() for x in jax.tree.leaves(lost)) / total)
+    expected, found = (
+        np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+        for tree in (reference, grads)
+    )
+    return float(np.mean(found[expected != 0] == 0))
 
 
 def _first_scale(result: Result) -> float:
@@ -298,11 +273,11 @@ def _first_scale(result: Result) -> float:
 
 
 def main(
-    policy: PolicyOption = "all",
-    autocast: AutocastOption = False,
-    loss_scale: LossScaleOption = 0.0,
+    policy: cli.PolicyOption = "all",
+    autocast: cli.AutocastOption = False,
+    loss_scale: cli.LossScaleOption = 0.0,
     model: Annotated[Literal["all", "mlp", "cnn"], typer.Option()] = "all",
-    steps: StepsOption = 500,
+    steps: cli.StepsOption = 500,
     width: Annotated[
         int | None,
         typer.Option(
@@ -311,13 +286,13 @@ def main(
             "channels. By default 512 on a CPU, else 4096, as in Keras' guide.",
         ),
     ] = None,
-    seed: SeedOption = 0,
-    seeds: SeedsOption = 1,
-    out: OutOption = Path("out/digits"),
+    seed: cli.SeedOption = 0,
+    seeds: cli.SeedsOption = 1,
+    out: cli.OutOption = Path("out/digits"),
 ) -> None:
     """Train on real digits in float32, float16 and bfloat16, side by side."""
     console = Console()
-    policies = parse_policies(policy, use_autocast=autocast)
+    policies = cli.parse_policies(policy, use_autocast=autocast)
     device, about = jax.local_devices()[0], provenance()
     width = width or (512 if device.platform == "cpu" else 4096)
     train, test = load_digits()
@@ -327,7 +302,7 @@ def main(
         f"{device.device_kind}."
     )
     records, tiny = [], None
-    with stop_if_collapsed(console):
+    with cli.stop_if_collapsed(console):
         for this_seed in range(seed, seed + seeds):
             for name in MODELS if model == "all" else [model]:
                 records += train_model(
@@ -366,7 +341,7 @@ def main(
         records=records,
         score=report.ACCURACY,
         title=f"Half precision: {way}",
-        notes=slow_reasons(policies.values()),
+        notes=cli.slow_reasons(policies.values()),
         tiny=tiny,
     )
 

@@ -24,11 +24,11 @@ import jax
 import numpy as np
 import optax
 import typer
-from matplotlib.figure import Figure
 from rich.console import Console
 
 import jmp_lite as jmp
-from examples.common.cli import OutOption, SeedOption, StepsOption
+from examples.common import plots
+from examples.common.cli import OutOption, SeedOption, StepsOption, WidthOption
 from examples.common.command import run_command
 from examples.common.progress import track
 from examples.common.results import provenance, write_result
@@ -108,22 +108,20 @@ class Training:
 
 def save_losses(runs: dict[str, Training], alarm: int, path: Path) -> None:
     """Plot the losses of both runs, and where the alarm was."""
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for (name, run), color in zip(runs.items(), ("#000000", "#D55E00"), strict=True):
+    figure, (axes,) = plots.panels(1, 1, (6.4, 3.6))
+    colors = plots.BLACK, plots.VERMILION
+    for (name, run), color in zip(runs.items(), colors, strict=True):
         axes.plot(run.losses, label=name, color=color, linewidth=1.2)
-    axes.axvline(alarm, color="#0072B2", linestyle="--", label="alarm, new advice")
+    axes.axvline(alarm, color=plots.BLUE, linestyle="--", label="alarm, new advice")
     axes.set_title("Training loss while the residual stream grows")
-    axes.set_xlabel("step")
-    axes.set_ylabel("training loss")
+    axes.set(xlabel="step", ylabel="training loss")
     axes.legend(frameon=False)
-    axes.grid(alpha=0.25)
     figure.savefig(path, dpi=100)
 
 
 def main(
     steps: StepsOption = 200,
-    width: Annotated[int, typer.Option(min=32, help="Features.")] = 64,
+    width: WidthOption = 64,
     layers: Annotated[int, typer.Option(min=1, help="Blocks.")] = 2,
     seed: SeedOption = 0,
     out: OutOption = Path("out/drift"),

@@ -25,12 +25,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
-from matplotlib.figure import Figure
 from rich.console import Console
 
 import jmp_lite as jmp
-from examples.common import report
-from examples.common.cli import OutOption, SeedOption, StepsOption
+from examples.common import plots, report
+from examples.common.cli import (
+    HEAD_WIDTH,
+    OutOption,
+    SeedOption,
+    StepsOption,
+    WidthOption,
+)
 from examples.common.command import run_command
 from examples.common.loop import Result, Run, step_log, train_side_by_side
 from examples.common.progress import track
@@ -42,7 +47,6 @@ from examples.common.text import (
     text_batches,
 )
 
-HEAD_WIDTH = 32
 CONTEXT = 64
 BATCH_SIZE = 16
 VALIDATION_WINDOWS = 256
@@ -155,41 +159,29 @@ def train_broken(run: Run, batches, console: Console) -> tuple[int, str]:
 def save_losses(results: dict[str, Result], path: Path) -> None:
     """Plot the losses of the runs in one panel, and their difference below."""
     (_, full), (_, repaired) = results.items()
-    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
-    top, bottom = figure.subplots(2, 1, height_ratios=[3, 1], sharex=True)
-    styles = [
-        {"color": "#000000", "linewidth": 4.5, "alpha": 0.3},
-        {"color": "#D55E00", "linewidth": 1.4},
-    ]
-    for (name, result), style in zip(results.items(), styles, strict=True):
-        top.plot(result.history["loss"], label=name, **style)
+    figure, (top, bottom) = plots.panels(
+        2, 1, (6.4, 4.6), height_ratios=[3, 1], sharex=True
+    )
+    for (name, result), look in zip(results.items(), report.LOOKS, strict=False):
+        top.plot(result.history["loss"], label=name, **look)
     top.set_ylabel("training loss")
     top.set_yscale("log")
     top.legend(frameon=False)
     gap = repaired.history["loss"] / full.history["loss"] - 1
-    bottom.plot(100 * gap, color="#D55E00", linewidth=1)
+    bottom.plot(100 * gap, color=plots.VERMILION, linewidth=1)
     bottom.set_ylabel("gap, %")
     bottom.set_xlabel("step")
-    for axes in (top, bottom):
-        axes.grid(alpha=0.25)
     figure.savefig(path, dpi=100)
 
 
 def main(
     steps: StepsOption = 200,
-    width: Annotated[
-        int,
-        typer.Option(min=HEAD_WIDTH, help=f"Features; a multiple of {HEAD_WIDTH}."),
-    ] = 64,
+    width: WidthOption = 64,
     layers: Annotated[int, typer.Option(min=1, help="Blocks.")] = 3,
     seed: SeedOption = 0,
     out: OutOption = Path("out/find_the_overflow"),
 ) -> None:
     """Find what overflows in float16, repair it, and train as in float32."""
-    if width % HEAD_WIDTH:
-        raise typer.BadParameter(
-            f"expected a multiple of {HEAD_WIDTH}, got {width}.", param_hint="'--width'"
-        )
     console, about = Console(), provenance()
     train, validation = load_sources()
     model = Transformer(width, layers)

@@ -29,10 +29,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import flax
 import jax
 import numpy as np
-import optax
 import typer
 from etils import epath
 from jax.experimental import multihost_utils
@@ -41,20 +39,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from examples import transformer
-from examples.common import report
-from examples.common.cli import (
-    LossScaleOption,
-    OutOption,
-    PolicyOption,
-    SaveEveryOption,
-    SeedOption,
-    StepsOption,
-    check_settings,
-    make_folder,
-    parse_policies,
-    slow_reasons,
-    stop_if_collapsed,
-)
+from examples.common import cli, report
 from examples.common.command import run_command
 from examples.common.loop import Checkpoints, Result, Run, Step, train_side_by_side
 from examples.common.processes import join, launch
@@ -189,30 +174,24 @@ def publish(
 
 
 def main(
-    policy: PolicyOption = "mixed",
+    policy: cli.PolicyOption = "mixed",
     layout: Annotated[Layout, typer.Option(help="How the state is laid out.")] = "both",
-    loss_scale: LossScaleOption = 0.0,
-    steps: StepsOption = 100,
-    width: Annotated[
-        int,
-        typer.Option(
-            min=transformer.HEAD_WIDTH,
-            help=f"Features; a multiple of {transformer.HEAD_WIDTH}.",
-        ),
-    ] = 128,
+    loss_scale: cli.LossScaleOption = 0.0,
+    steps: cli.StepsOption = 100,
+    width: cli.WidthOption = 128,
     layers: Annotated[int, typer.Option(min=0, help="Blocks.")] = 2,
     batch_size: Annotated[int, typer.Option(min=1, help="Of all devices.")] = 16,
-    seed: SeedOption = 0,
-    out: OutOption = Path("out/multihost"),
+    seed: cli.SeedOption = 0,
+    out: cli.OutOption = Path("out/multihost"),
     checkpoints: Annotated[
         Path | None,
         typer.Option(
             parser=epath.Path,
-            callback=make_folder,
+            callback=cli.make_folder,
             help="A folder that all hosts see; the same command resumes from it.",
         ),
     ] = None,
-    save_every: SaveEveryOption = 100,
+    save_every: cli.SaveEveryOption = 100,
     processes: Annotated[
         int,
         typer.Option(
@@ -238,12 +217,7 @@ def main(
     if processes and not hosts and process is coordinator is None:
         raise typer.Exit(launch(processes, devices))
     join(processes, process, coordinator, hosts=hosts)
-    policies, about = parse_policies(policy, use_autocast=True), provenance()
-    if width % transformer.HEAD_WIDTH:
-        raise typer.BadParameter(
-            f"expected a multiple of {transformer.HEAD_WIDTH}, got {width}.",
-            param_hint="'--width'",
-        )
+    policies, about = cli.parse_policies(policy, use_autocast=True), provenance()
     if batch_size % jax.device_count():
         raise typer.BadParameter(
             f"expected a multiple of the {jax.device_count()} devices, got "
@@ -261,11 +235,11 @@ def main(
         "static_loss_scale": loss_scale,
         "seed": seed,
         "text": fingerprint(text),
-        "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
+        "versions": cli.versions(),
     }
     console = Console(quiet=jax.process_index() != 0)
-    if checkpoints is not None and jax.process_index() == 0:
-        check_settings(checkpoints, settings)
+    if jax.process_index() == 0:
+        cli.check_settings(checkpoints, settings)
     multihost_utils.assert_equal(
         np.uint32(int(settings["text"], 16)),
         "The hosts have different versions of Python.",
@@ -298,7 +272,7 @@ def main(
         steps=steps,
         seed=seed,
     )
-    with stop_if_collapsed(console):
+    with cli.stop_if_collapsed(console):
         results = train_side_by_side(
             runs,
             shard_batches(batches, mesh),
@@ -313,7 +287,7 @@ def main(
         "devices": mesh.size,
     }
     publish(console, out, settings | where, results)
-    console.print(*slow_reasons(policies.values()), sep="\n")
+    console.print(*cli.slow_reasons(policies.values()), sep="\n")
 
 
 if __name__ == "__main__":

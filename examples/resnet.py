@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -26,33 +25,9 @@ import optax
 import typer
 from rich.console import Console
 
-from examples.common import report
-from examples.common.cli import (
-    CheckpointsOption,
-    LossScaleOption,
-    OutOption,
-    PolicyOption,
-    SaveEveryOption,
-    SeedOption,
-    SeedsOption,
-    StepsOption,
-    check_settings,
-    parse_policies,
-    slow_reasons,
-    stop_if_collapsed,
-)
+from examples.common import cli, loop, report
 from examples.common.command import run_command
 from examples.common.data import Digits, add_noise, batches, load_digits
-from examples.common.loop import (
-    Checkpoints,
-    Result,
-    Run,
-    Step,
-    ema_decay,
-    step_log,
-    train_side_by_side,
-)
-from examples.common.memory import activation_bytes, tree_bytes
 from examples.common.precision import choose_loss_scale
 from examples.common.results import provenance
 from jmp_lite import Policy, scale_aware, scaled_value_and_grad
@@ -122,7 +97,7 @@ def make_loss_fn(model: PolicyModule):
     return loss_fn
 
 
-def make_step(loss_fn) -> Step:
+def make_step(loss_fn) -> loop.Step:
     """Return a train step."""
 
     def step(state: TrainState, batch: Digits):
@@ -133,7 +108,7 @@ def make_step(loss_fn) -> Step:
             state.params, state.batch_stats, batch
         )
         after = state.apply_gradients(grads=grads, value=loss, batch_stats=batch_stats)
-        return after, step_log(state, after, loss)
+        return after, loop.step_log(state, after, loss)
 
     return step
 
@@ -151,7 +126,7 @@ def init_state(
         params=variables["params"],
         batch_stats=variables["batch_stats"],
         tx=scale_aware(optax.adamw(schedule), choose_loss_scale(policy, static_scale)),
-        ema_decay=ema_decay(steps),
+        ema_decay=loop.ema_decay(steps),
     )
 
 
@@ -198,15 +173,15 @@ def train_seed(
     steps: int,
     seed: int,
     static_scale: float,
-    checkpoints: Checkpoints | None,
+    checkpoints: loop.Checkpoints | None,
     console: Console,
 ) -> list[report.Record]:
     """Train under each policy; return the rows of the table."""
     train, test = data
     models = {label: with_policy(ResNet(widths), p) for label, p in policies.items()}
-    results = train_side_by_side(
+    results = loop.train_side_by_side(
         {
-            label: Run(
+            label: loop.Run(
                 make_step(make_loss_fn(model)),
                 init_state(
                     model,
@@ -229,46 +204,39 @@ def train_seed(
     seen = add_noise(Digits(train.image[:2000], train.label[:2000]), rng)
     test = add_noise(Digits(*(np.concatenate([x] * 4) for x in test)), rng)
 
-    def record(label: str, result: Result) -> report.Record:
+    def record(label: str, result: loop.Result) -> report.Record:
         loss_fn, state = make_loss_fn(models[label]), result.state
         loss, accuracy = evaluate(policies[label], widths, state, (seen, test))
-        return report.Record(
-            model="",
+        return report.make_record(
+            result,
+            lambda params, batch: loss_fn(params, state.batch_stats, batch)[0],
+            Digits(train.image[:BATCH_SIZE], train.label[:BATCH_SIZE]),
             policy=label,
             seed=seed,
-            score=loss,
             columns={"acc. %": 100 * accuracy},
-            step_ms=result.step_ms,
-            param_bytes=tree_bytes(state.params),
-            optimizer_bytes=tree_bytes(state.opt_state),
-            activation_bytes=activation_bytes(
-                lambda params, batch: loss_fn(params, state.batch_stats, batch)[0],
-                state.params,
-                Digits(train.image[:BATCH_SIZE], train.label[:BATCH_SIZE]),
-            ),
-            history=result.history,
+            validation_loss=loss,
         )
 
     return [record(label, result) for label, result in results.items()]
 
 
 def main(
-    policy: PolicyOption = "all",
-    loss_scale: LossScaleOption = 0.0,
-    steps: StepsOption = 1000,
+    policy: cli.PolicyOption = "all",
+    loss_scale: cli.LossScaleOption = 0.0,
+    steps: cli.StepsOption = 1000,
     width: Annotated[int, typer.Option(min=1, help="Channels of the first stage.")] = 8,
     stages: Annotated[
         int, typer.Option(min=1, help="Each has twice the channels of the one before.")
     ] = 3,
-    seed: SeedOption = 0,
-    seeds: SeedsOption = 1,
-    out: OutOption = Path("out/resnet"),
-    checkpoints: CheckpointsOption = None,
-    save_every: SaveEveryOption = 100,
+    seed: cli.SeedOption = 0,
+    seeds: cli.SeedsOption = 1,
+    out: cli.OutOption = Path("out/resnet"),
+    checkpoints: cli.CheckpointsOption = None,
+    save_every: cli.SaveEveryOption = 100,
 ) -> None:
     """Train a residual network in float32, float16 and bfloat16, side by side."""
     console = Console()
-    policies = parse_policies(policy)
+    policies = cli.parse_policies(policy)
     widths = tuple(width * 2**stage for stage in range(stages))
     device, about = jax.local_devices()[0], provenance()
     settings = {
@@ -279,20 +247,17 @@ def main(
         "batch_size": BATCH_SIZE,
         "static_loss_scale": loss_scale,
         "device": device.device_kind,
-        "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
+        "versions": cli.versions(),
     }
-    if checkpoints is not None:
-        check_settings(checkpoints, settings)
+    cli.check_settings(checkpoints, settings)
     console.print(
         f"A ResNet of widths {widths} on noisy digits, batches of {BATCH_SIZE}, "
         f"{steps} steps; jax {jax.__version__} on {device.device_kind}."
     )
     data, records = load_digits(), []
-    with stop_if_collapsed(console):
+    with cli.stop_if_collapsed(console):
         for this_seed in range(seed, seed + seeds):
-            saves = checkpoints and Checkpoints(
-                checkpoints / f"{this_seed}", save_every
-            )
+            folder = checkpoints and checkpoints / f"{this_seed}"
             records += train_seed(
                 policies,
                 widths,
@@ -300,7 +265,7 @@ def main(
                 steps=steps,
                 seed=this_seed,
                 static_scale=loss_scale,
-                checkpoints=saves,
+                checkpoints=folder and loop.Checkpoints(folder, save_every),
                 console=console,
             )
     report.publish(
@@ -311,7 +276,7 @@ def main(
         records,
         score=SCORE,
         title="Half precision: with_policy",
-        notes=slow_reasons(policies.values()),
+        notes=cli.slow_reasons(policies.values()),
     )
 
 

@@ -18,7 +18,6 @@ import platform
 from pathlib import Path
 from typing import Annotated
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,33 +26,8 @@ import typer
 from flax import nnx
 from rich.console import Console
 
-from examples.common import report
-from examples.common.cli import (
-    AutocastOption,
-    CheckpointsOption,
-    LossScaleOption,
-    OutOption,
-    PolicyOption,
-    SaveEveryOption,
-    SeedOption,
-    SeedsOption,
-    StepsOption,
-    check_settings,
-    parse_policies,
-    slow_reasons,
-    stop_if_collapsed,
-)
+from examples.common import cli, loop, report
 from examples.common.command import run_command
-from examples.common.loop import (
-    Checkpoints,
-    Result,
-    Run,
-    Step,
-    ema_decay,
-    step_log,
-    train_side_by_side,
-)
-from examples.common.memory import activation_bytes, tree_bytes
 from examples.common.precision import autocast_if_half, choose_loss_scale, is_half
 from examples.common.results import provenance
 from examples.common.text import (
@@ -66,7 +40,6 @@ from jmp_lite import Policy, explain, scale_aware, scaled_value_and_grad
 from jmp_lite.nnx import TrainState, with_policy
 
 SCORE = report.Score("validation_loss", "valid. loss", "{:.4f}", "{:.3f}")
-HEAD_WIDTH = 32
 CONTEXT = 64
 BATCH_SIZE = 16
 VALIDATION_WINDOWS = 512
@@ -78,7 +51,7 @@ class Block(nnx.Module):
     def __init__(self, width: int, *, rngs: nnx.Rngs):
         self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(
-            width // HEAD_WIDTH, width, decode=False, rngs=rngs
+            width // cli.HEAD_WIDTH, width, decode=False, rngs=rngs
         )
         self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
         self.up = nnx.Linear(width, 4 * width, rngs=rngs)
@@ -130,14 +103,14 @@ def make_loss_fn(state: TrainState, policy: Policy, *, use_autocast: bool):
     return autocast_if_half(loss_fn, policy) if use_autocast else loss_fn
 
 
-def make_step(loss_fn) -> Step:
+def make_step(loss_fn) -> loop.Step:
     """Return a train step."""
 
     def step(state: TrainState, tokens):
         value_and_grad = scaled_value_and_grad(loss_fn, loss_scale=state.opt_state)
         loss, grads = value_and_grad(state.params, state.other_state, tokens)
         after = state.apply_gradients(grads=grads, value=loss)
-        return after, step_log(state, after, loss)
+        return after, loop.step_log(state, after, loss)
 
     return step
 
@@ -164,7 +137,7 @@ def init_state(
         model = policy.cast_to_param(model)
     else:
         model = with_policy(model, policy)
-    return TrainState.create(model, tx, ema_decay=ema_decay(steps))
+    return TrainState.create(model, tx, ema_decay=loop.ema_decay(steps))
 
 
 def validation_loss(loss_fn, state: TrainState, text: np.ndarray) -> float:
@@ -187,7 +160,7 @@ def train_seed(
     seed: int,
     static_scale: float,
     use_autocast: bool,
-    checkpoints: Checkpoints | None,
+    checkpoints: loop.Checkpoints | None,
     console: Console,
 ) -> list[report.Record]:
     """Train under each policy; return the rows of the table."""
@@ -203,8 +176,8 @@ def train_seed(
             static_scale=static_scale,
         )
         losses[label] = make_loss_fn(state, policy, use_autocast=use_autocast)
-        runs[label] = Run(make_step(losses[label]), state)
-    results = train_side_by_side(
+        runs[label] = loop.Run(make_step(losses[label]), state)
+    results = loop.train_side_by_side(
         runs,
         text_batches(
             train, batch_size=BATCH_SIZE, length=CONTEXT + 1, steps=steps, seed=seed
@@ -215,22 +188,15 @@ def train_seed(
         checkpoints=checkpoints,
     )
 
-    def record(label: str, result: Result) -> report.Record:
+    def record(label: str, result: loop.Result) -> report.Record:
         loss_fn, state = losses[label], result.state
-        return report.Record(
-            model="",
+        return report.make_record(
+            result,
+            lambda params, tokens: loss_fn(params, state.other_state, tokens),
+            even_windows(train, count=BATCH_SIZE, length=CONTEXT + 1),
             policy=label,
             seed=seed,
-            score=validation_loss(loss_fn, state, validation),
-            step_ms=result.step_ms,
-            param_bytes=tree_bytes(state.params),
-            optimizer_bytes=tree_bytes(state.opt_state),
-            activation_bytes=activation_bytes(
-                lambda params, tokens: loss_fn(params, state.other_state, tokens),
-                state.params,
-                even_windows(train, count=BATCH_SIZE, length=CONTEXT + 1),
-            ),
-            history=result.history,
+            validation_loss=validation_loss(loss_fn, state, validation),
         )
 
     return [record(label, result) for label, result in results.items()]
@@ -247,28 +213,21 @@ def print_choices(policy: Policy, width: int, layers: int, console: Console) -> 
 
 
 def main(
-    policy: PolicyOption = "all",
-    autocast: AutocastOption = True,
-    loss_scale: LossScaleOption = 0.0,
-    steps: StepsOption = 800,
-    width: Annotated[
-        int,
-        typer.Option(min=HEAD_WIDTH, help=f"Features; a multiple of {HEAD_WIDTH}."),
-    ] = 128,
+    policy: cli.PolicyOption = "all",
+    autocast: cli.AutocastOption = True,
+    loss_scale: cli.LossScaleOption = 0.0,
+    steps: cli.StepsOption = 800,
+    width: cli.WidthOption = 128,
     layers: Annotated[int, typer.Option(min=1, help="Blocks.")] = 2,
-    seed: SeedOption = 0,
-    seeds: SeedsOption = 1,
-    out: OutOption = Path("out/transformer"),
-    checkpoints: CheckpointsOption = None,
-    save_every: SaveEveryOption = 100,
+    seed: cli.SeedOption = 0,
+    seeds: cli.SeedsOption = 1,
+    out: cli.OutOption = Path("out/transformer"),
+    checkpoints: cli.CheckpointsOption = None,
+    save_every: cli.SaveEveryOption = 100,
 ) -> None:
     """Train a language model in float32, float16 and bfloat16, side by side."""
     console = Console()
-    policies = parse_policies(policy, use_autocast=autocast)
-    if width % HEAD_WIDTH:
-        raise typer.BadParameter(
-            f"expected a multiple of {HEAD_WIDTH}, got {width}.", param_hint="'--width'"
-        )
+    policies = cli.parse_policies(policy, use_autocast=autocast)
     way = "autocast" if autocast else "with_policy"
     device, about = jax.local_devices()[0], provenance()
     train, validation = load_sources()
@@ -283,10 +242,9 @@ def main(
         "static_loss_scale": loss_scale,
         "device": device.device_kind,
         "text": fingerprint(train, validation),
-        "versions": {m.__name__: m.__version__ for m in (jax, flax, optax, np)},
+        "versions": cli.versions(),
     }
-    if checkpoints is not None:
-        check_settings(checkpoints, settings)
+    cli.check_settings(checkpoints, settings)
     console.print(
         f"{len(train) / 1e6:.1f} MB of Python {platform.python_version()}'s modules to "
         f"train on, {len(validation) / 1e6:.1f} MB to validate; {layers} layers of "
@@ -298,11 +256,9 @@ def main(
         console.print(f"What autocast does under {half}:")
         print_choices(policies[half], width, layers, console)
     records = []
-    with stop_if_collapsed(console):
+    with cli.stop_if_collapsed(console):
         for this_seed in range(seed, seed + seeds):
-            saves = checkpoints and Checkpoints(
-                checkpoints / f"{this_seed}", save_every
-            )
+            folder = checkpoints and checkpoints / f"{this_seed}"
             records += train_seed(
                 policies,
                 (train, validation),
@@ -312,7 +268,7 @@ def main(
                 seed=this_seed,
                 static_scale=loss_scale,
                 use_autocast=autocast,
-                checkpoints=saves,
+                checkpoints=folder and loop.Checkpoints(folder, save_every),
                 console=console,
             )
     report.publish(
@@ -323,7 +279,7 @@ def main(
         records,
         score=SCORE,
         title=f"Half precision: {way}",
-        notes=["Losses: nats per byte.", *slow_reasons(policies.values())],
+        notes=["Losses: nats per byte.", *cli.slow_reasons(policies.values())],
     )
 
 

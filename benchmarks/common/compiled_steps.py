@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jmp_lite
-from benchmarks.common.models import MODELS, SIZES, Sizes
-from benchmarks.common.other_models import OTHERS
+from benchmarks.common.models import MODELS, OTHERS, SIZES, Sizes
 from jmp_lite.memory import save_products
 
 PLAIN, BY_HAND, POLICY = "as written", "by hand", "policy"
@@ -31,21 +31,13 @@ _ALL = MODELS | OTHERS
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """An Adam step.
+    """An Adam step."""
 
-    Attributes:
-      model: a key of `MODELS` or of `OTHERS`.
-      dtype: the compute dtype, or `"fp8"`: bfloat16, with large products in fp8.
-      cast: how it comes to be that.
-      scaled: whether the loss is scaled, by `scale_aware`.
-      layout: `"one device"`; on four: `"data parallel"`, or `"FSDP"`, which holds a
-        quarter of each parameter on each.
-    """
-
-    model: str
-    dtype: str = "float32"
+    model: str  # a key of `MODELS` or of `OTHERS`
+    dtype: str = "float32"  # or "fp8": bfloat16, with large products in fp8
     cast: str = PLAIN
-    scaled: bool = False
+    scaled: bool = False  # by `scale_aware`
+    # Or "data parallel" on four, or "FSDP": each holds a quarter of each parameter.
     layout: str = "one device"
 
     def __str__(self) -> str:
@@ -69,12 +61,7 @@ class Step:
 
 
 def filled(shapes: Any, integers: int = 10) -> Any:
-    """Return arrays of these shapes: random numbers, ones where they have one axis.
-
-    Args:
-      shapes: a tree of what has a shape and a dtype.
-      integers: how many different ones there are.
-    """
+    """Return random numbers of these shapes, and ones where they have one axis."""
     rng = np.random.default_rng(0)
 
     def fill(x):
@@ -210,66 +197,53 @@ def build(step: Step, sizes: Sizes, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     return jitted, (*held, *batch)
 
 
-def halves(model: str, *casts: str) -> list[Step]:
-    """Return the steps of a model in bfloat16 and in float16, by each of the casts."""
-    return [
-        Step(model, dtype, cast) for dtype in ("bfloat16", "float16") for cast in casts
-    ]
+def steps(models: str, dtypes: str, *casts: str, **how: Any) -> list[Step]:
+    """Return the steps of models, in each of the dtypes and by each of the casts."""
+    chosen = itertools.product(models.split(", "), dtypes.split(), casts)
+    return [Step(*x, **how) for x in chosen]
 
 
+HALVES = "bfloat16 float16"
+_FAMILIES = "unet, vit, llama, moe"
 STEPS: list[Step] = [
     Step("transformer"),
-    *halves("transformer", BY_HAND, POLICY, GRAD_AUTOCAST, AUTOCAST_GRAD),
+    *steps("transformer", HALVES, BY_HAND, POLICY, GRAD_AUTOCAST, AUTOCAST_GRAD),
     Step("transformer", "fp8", GRAD_AUTOCAST),
     Step("transformer", "float16", ADVISED),
-    Step("transformer", "bfloat16", REDUCE_FLOAT32),
-    Step("transformer", "bfloat16", SAVE_PRODUCTS),
+    *steps("transformer", "bfloat16", REDUCE_FLOAT32, SAVE_PRODUCTS),
     Step("transformer", "float16", BY_HAND, scaled=True),
     Step("mlp"),
-    *halves("mlp", BY_HAND, GRAD_AUTOCAST),
+    *steps("mlp", HALVES, BY_HAND, GRAD_AUTOCAST),
     Step("mlp", "fp8", GRAD_AUTOCAST),
     Step("mlp", "float16", BY_HAND, scaled=True),
     Step("cnn"),
-    *halves("cnn", BY_HAND, POLICY, GRAD_AUTOCAST),
+    *steps("cnn", HALVES, BY_HAND, POLICY, GRAD_AUTOCAST),
     Step("cnn", "float16", ADVISED),
     Step("cnn", "float16", BY_HAND, scaled=True),
+    *steps(f"{_FAMILIES}, lstm", "bfloat16", BY_HAND, GRAD_AUTOCAST, REDUCE_FLOAT32),
+    *steps(_FAMILIES, "float16", BY_HAND, GRAD_AUTOCAST, ADVISED),
+    *steps("llama in a scan", HALVES, BY_HAND, GRAD_AUTOCAST),
+    *steps("llama, moe", "fp8", GRAD_AUTOCAST),
     *(
-        Step(family, "bfloat16", cast)
-        for family in ("unet", "vit", "llama", "moe", "lstm")
-        for cast in (BY_HAND, GRAD_AUTOCAST, REDUCE_FLOAT32)
-    ),
-    *(
-        Step(family, "float16", cast)
-        for family in ("unet", "vit", "llama", "moe")
-        for cast in (BY_HAND, GRAD_AUTOCAST, ADVISED)
-    ),
-    *halves("llama in a scan", BY_HAND, GRAD_AUTOCAST),
-    *(Step(family, "fp8", GRAD_AUTOCAST) for family in ("llama", "moe")),
-    *(
-        Step("transformer", dtype, cast, scaled, layout)
+        step
         for layout in ("data parallel", "FSDP")
-        for dtype, cast, scaled in (
-            ("float32", PLAIN, False),
-            ("bfloat16", BY_HAND, False),
-            ("bfloat16", GRAD_AUTOCAST, False),
-            ("bfloat16", REDUCE_FLOAT32, False),
-            ("float16", BY_HAND, False),
-            ("float16", BY_HAND, True),
+        for step in (
+            Step("transformer", layout=layout),
+            *steps(
+                *("transformer", "bfloat16", BY_HAND, GRAD_AUTOCAST, REDUCE_FLOAT32),
+                layout=layout,
+            ),
+            Step("transformer", "float16", BY_HAND, layout=layout),
+            Step("transformer", "float16", BY_HAND, scaled=True, layout=layout),
         )
     ),
     Step("transformer", "fp8", GRAD_AUTOCAST, layout="FSDP"),
-    *(
-        Step("llama", "bfloat16", cast, layout="FSDP")
-        for cast in (BY_HAND, GRAD_AUTOCAST, REDUCE_FLOAT32)
-    ),
+    *steps("llama", "bfloat16", BY_HAND, GRAD_AUTOCAST, REDUCE_FLOAT32, layout="FSDP"),
     # In float16 they have the same plan.
-    *(
-        Step(family, "bfloat16", cast)
-        for family in ("conformer", "convnext", "unet3d", "dit", "gnn", "pinn")
-        for cast in (BY_HAND, GRAD_AUTOCAST)
+    *steps(
+        *("conformer, convnext, unet3d, dit, gnn, pinn", "bfloat16"),
+        *(BY_HAND, GRAD_AUTOCAST),
     ),
 ]
 # Compiled once, of other families.
-STEPS_OF_OTHERS: list[Step] = [
-    step for family in OTHERS for step in halves(family, BY_HAND, GRAD_AUTOCAST)
-]
+STEPS_OF_OTHERS = steps(", ".join(OTHERS), HALVES, BY_HAND, GRAD_AUTOCAST)

@@ -1,5 +1,6 @@
 """Tables of what was compiled, for devices that were not there."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,11 +15,9 @@ from benchmarks.common.compiled_steps import (
     POLICY,
     REDUCE_FLOAT32,
     SAVE_PRODUCTS,
-    STEPS_OF_OTHERS,
     Step,
 )
-from benchmarks.common.models import MODELS
-from benchmarks.common.other_models import OTHERS
+from benchmarks.common.models import MODELS, OTHERS, Model
 from benchmarks.common.run import Rows
 from benchmarks.common.storage import CHOICES, FLOAT32, HALF, SHOWN_CHOICES, Storage
 
@@ -83,48 +82,34 @@ def families() -> Rows:
     which XLA leaves out.
     """
     found, rows = programs("h100"), []
-    for step in _by_autocast(found):
-        if step.model == "mlp":
+    for model in MODELS:
+        step = Step(model, "bfloat16", GRAD_AUTOCAST)
+        if model == "mlp" or str(step) not in found:
             continue
-        row = {"": MODELS[step.model].title}
+        row = {"": MODELS[model].title}
         for of, suffix in ((step, ""), (step.base, " by hand")):
             figures = found[str(of)]
             row[f"main memory, GB{suffix}"] = f"{figures[_TRAFFIC] / 1e9:.1f}"
             row[f"peak, GiB{suffix}"] = f"{figures[_PEAK] / 2**30:.2f}"
         ratios = _over_base(found, step, _TRAFFIC, _PEAK)
         rows.append(row | {f"{title}, ×": x for title, x in ratios.items()})
-    return _worst_first(rows, *(f"{_COLUMNS[key]}, ×" for key in (_TRAFFIC, _PEAK)))
+    return _worst_first(rows, ", ×")
 
 
-def small_families() -> Rows:
-    """Every model of size ci by autocast over casts by hand, the worst first."""
-    found, keys = programs("h100", "ci"), (_BYTES, _TRAFFIC, _PEAK, _KERNELS)
-    rows = [
-        {"": MODELS[step.model].title} | _over_base(found, step, *keys)
-        for step in _by_autocast(found)
-    ]
-    return _worst_first(rows, _COLUMNS[_TRAFFIC], _COLUMNS[_PEAK])
+def small_families(size: str, models: dict[str, Model], *dtypes: str) -> Rows:
+    """Models of a small size by autocast over casts by hand, the worst first."""
+    found, rows = programs("h100", size), []
+    for model, dtype in itertools.product(models, dtypes):
+        step = Step(model, dtype, GRAD_AUTOCAST)
+        if str(step) in found:
+            title = models[model].title + f", {SHORT[dtype]}" * (len(dtypes) > 1)
+            ratios = _over_base(found, step, _BYTES, _TRAFFIC, _PEAK, _KERNELS)
+            rows.append({"": title, **ratios})
+    return _worst_first(rows)
 
 
-def other_families() -> Rows:
-    """Families that are compiled once, by autocast over casts by hand."""
-    found, keys = programs("h100", "others"), (_BYTES, _TRAFFIC, _PEAK, _KERNELS)
-    rows = [
-        {"": f"{OTHERS[step.model].title}, {SHORT[step.dtype]}"}
-        | _over_base(found, step, *keys)
-        for step in STEPS_OF_OTHERS
-        if step.cast == GRAD_AUTOCAST
-    ]
-    return _worst_first(rows, _COLUMNS[_TRAFFIC], _COLUMNS[_PEAK])
-
-
-def _by_autocast(found: dict[str, Any]) -> list[Step]:
-    """Return the steps of all models that were compiled, by autocast in bfloat16."""
-    steps = [Step(model, "bfloat16", GRAD_AUTOCAST) for model in MODELS]
-    return [step for step in steps if str(step) in found]
-
-
-def _worst_first(rows: Rows, *columns: str) -> Rows:
+def _worst_first(rows: Rows, suffix: str = "") -> Rows:
+    columns = [_COLUMNS[key] + suffix for key in (_TRAFFIC, _PEAK)]
     return sorted(rows, key=lambda row: -max(float(row[x]) for x in columns))
 
 
@@ -138,10 +123,6 @@ def _megabytes(
 
 def collectives() -> Rows:
     """MB that collectives of a sharded step leave on each device, by dtype."""
-
-    def step(*how: Any, scaled: bool = False) -> Step:
-        return Step("transformer", *how, scaled=scaled, layout="FSDP")
-
     opcodes = {
         "weights gathered": ("all-gather",),
         "gradients summed": counts.REDUCTIONS,
@@ -149,6 +130,7 @@ def collectives() -> Rows:
     # A v5e sums float16 two by two, in u32.
     dtypes = {"half": ("f16", "bf16", "u32"), "float32": ("f32",)}
     rows = []
+    step = functools.partial(Step, "transformer", layout="FSDP")
     for title, device, of in (
         ("H100: float32", "h100", step()),
         ("H100: bfloat16, cast by hand", "h100", step("bfloat16", BY_HAND)),
@@ -212,18 +194,19 @@ def fp8() -> Rows:
 
 def fp8_collectives() -> Rows:
     """What an H100 is sent in a sharded step, in bfloat16 and in fp8."""
+    columns = {
+        "gathered: fp8": ("all-gather", "f8e4m3fn"),
+        "gathered: bf16": ("all-gather", "bf16"),
+        "gathered: float32": ("all-gather", "f32"),
+        "summed: bf16": ("reduce-scatter", "bf16"),
+        "summed: float32": ("reduce-scatter", "f32"),
+    }
     rows = []
     for title, step in (("bfloat16", _SHARDED_IN_FP8.base), ("fp8", _SHARDED_IN_FP8)):
         found = programs("h100")[str(step)]
         cells = {
-            f"{what}: {name}": _megabytes(found, (opcode,), (dtype,), least=0.05)
-            for what, opcode, name, dtype in (
-                ("gathered", "all-gather", "fp8", "f8e4m3fn"),
-                ("gathered", "all-gather", "bf16", "bf16"),
-                ("gathered", "all-gather", "float32", "f32"),
-                ("summed", "reduce-scatter", "bf16", "bf16"),
-                ("summed", "reduce-scatter", "float32", "f32"),
-            )
+            column: _megabytes(found, (opcode,), (dtype,), least=0.05)
+            for column, (opcode, dtype) in columns.items()
         }
         # One is that of the loss.
         scales = f"{found['collective_calls']['all-reduce'] - 1}"
@@ -232,20 +215,13 @@ def fp8_collectives() -> Rows:
 
 
 class Choice(NamedTuple):
-    """A way to store numbers, and what is known of it.
-
-    Attributes:
-      storage: the way.
-      peaks: of each device, the peaks by whether layers are recomputed, bytes; none
-        where it was not compiled.
-      state_bytes: bytes a parameter, of parameters and optimiser state.
-      losses: the validation losses of the small transformer, of each seed.
-    """
+    """A way to store numbers, and what is known of it."""
 
     storage: Storage
+    # Of each device, by whether layers are recomputed, bytes; none where not compiled.
     peaks: dict[str, dict[bool, int]]
-    state_bytes: float
-    losses: list[float]
+    state_bytes: float  # a parameter, of parameters and optimiser state
+    losses: list[float]  # of the validation of the small transformer, of each seed
 
     @property
     def loss(self) -> float:
@@ -319,10 +295,8 @@ def list_choices(choices: list[Choice]) -> Rows:
 
 def memory_main_choices() -> Rows:
     rows = list_choices([x for x in storage_choices() if x.storage in SHOWN_CHOICES])
-    return [
-        {key: x for key, x in row.items() if key and not key.startswith("beaten")}
-        for row in rows
-    ]
+    left_out = {"", *(f"beaten on {title} by" for title in DEVICES.values())}
+    return [{k: x for k, x in row.items() if k not in left_out} for row in rows]
 
 
 def optimizer_state() -> Rows:
@@ -380,8 +354,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
         *(_TRAFFIC, _PEAK, _KERNELS),
     ),
     "families": families,
-    "small_families": small_families,
-    "other_families": other_families,
+    "small_families": lambda: small_families("ci", MODELS, "bfloat16"),
+    "other_families": lambda: small_families("others", OTHERS, *HALVES),
     "collectives": collectives,
     "float32_gradients": float32_gradients,
     "fp8": fp8,

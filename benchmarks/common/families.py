@@ -1,7 +1,7 @@
-"""More families of models in flax, as users write them.
+"""The families of models in flax, as users write them.
 
-Their fields are named as in `image_models`: `dtype` is that of products and
-activations.
+`dtype` is that of products and activations: in half, flax casts parameters where a
+layer reads them, and computes the statistics of norms in float32.
 """
 
 import functools
@@ -11,17 +11,167 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common.image_models import Attention, sinusoids
+
+class ResNet(nn.Module):
+    """Bottleneck blocks and BatchNorm: ResNet-50 with blocks of (3, 4, 6, 3).
+
+    `width` is that of the first stage inside a block; outside it is four times as much.
+    A `dtype` of None leaves it to the inputs.
+    """
+
+    blocks: tuple[int, ...]
+    width: int
+    classes: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(
+            nn.BatchNorm, use_running_average=False, dtype=self.dtype
+        )
+        x = nn.relu(norm()(conv(self.width, (7, 7), strides=2)(x)))
+        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        for stage, count in enumerate(self.blocks):
+            width = self.width * 2**stage
+            for block in range(count):
+                strides = 2 if stage and not block else 1
+                y = nn.relu(norm()(conv(width, (1, 1))(x)))
+                y = nn.relu(norm()(conv(width, (3, 3), strides=strides)(y)))
+                # Every block begins as the identity (Goyal et al., 2017).
+                y = conv(4 * width, (1, 1))(y)
+                y = norm(scale_init=nn.initializers.zeros)(y)
+                if x.shape != y.shape:
+                    x = norm()(conv(4 * width, (1, 1), strides=strides)(x))
+                x = nn.relu(x + y)
+        return nn.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2)))
+
+
+class UNet(nn.Module):
+    """The U-Net of DDPM (Ho et al., 2020, arXiv:2006.11239).
+
+    Each resolution has `blocks` on the way down, and one more on the way up.
+    """
+
+    widths: tuple[int, ...]
+    blocks: int
+    groups: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x, times):
+        """Return the noise in `x`, `[B, H, W, C]`; times are `[B]`, int32."""
+        conv = functools.partial(nn.Conv, kernel_size=(3, 3), dtype=self.dtype)
+        dense = functools.partial(nn.Dense, dtype=self.dtype)
+        norm = functools.partial(nn.GroupNorm, self.groups, dtype=self.dtype)
+        block = functools.partial(_Block, groups=self.groups, dtype=self.dtype)
+        channels = x.shape[-1]
+        time = dense(4 * self.widths[0])(sinusoids(times, self.widths[0]))
+        time = dense(4 * self.widths[0])(nn.silu(time))
+
+        x = conv(self.widths[0])(x)
+        skips = [x]
+        for level, width in enumerate(self.widths):
+            if level:
+                x = conv(width, strides=2)(x)
+                skips.append(x)
+            for _ in range(self.blocks):
+                x = block(width)(x, time)
+                skips.append(x)
+
+        x = block(self.widths[-1])(x, time)
+        y = norm()(x).reshape(len(x), -1, self.widths[-1])
+        y = Attention(heads=1, dtype=self.dtype)(y)
+        x = x + y.reshape(x.shape)
+        x = block(self.widths[-1])(x, time)
+
+        for level, width in reversed([*enumerate(self.widths)]):
+            for _ in range(self.blocks + 1):
+                x = jnp.concatenate([x, skips.pop()], axis=-1)
+                x = block(width)(x, time)
+            if level:
+                batch, height, width, features = x.shape
+                shape = (batch, 2 * height, 2 * width, features)
+                x = conv(features)(jax.image.resize(x, shape, "nearest"))
+        return conv(channels)(nn.silu(norm()(x)))
+
+
+class _Block(nn.Module):
+    width: int
+    groups: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x, time):
+        conv = functools.partial(nn.Conv, self.width, dtype=self.dtype)
+        norm = functools.partial(nn.GroupNorm, self.groups, dtype=self.dtype)
+        y = conv((3, 3))(nn.silu(norm()(x)))
+        time = nn.Dense(self.width, dtype=self.dtype)(nn.silu(time))
+        y = y + time[:, None, None]
+        y = conv((3, 3))(nn.silu(norm()(y)))
+        if x.shape != y.shape:
+            x = conv((1, 1))(x)
+        return x + y
+
+
+def sinusoids(times: jax.Array, width: int) -> jax.Array:
+    frequencies = jnp.exp(-jnp.log(10_000) * jnp.arange(width // 2) / (width // 2))
+    angles = times[:, None] * frequencies[None]
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+class ViT(nn.Module):
+    """A vision transformer (Dosovitskiy et al., 2020, arXiv:2010.11929)."""
+
+    layers: int
+    width: int
+    heads: int
+    patch: int
+    classes: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(nn.Dense, dtype=self.dtype)
+        norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
+        patch = (self.patch, self.patch)
+        x = nn.Conv(self.width, patch, strides=patch, dtype=self.dtype)(x)
+        x = x.reshape(x.shape[0], -1, self.width)
+        first = self.param("class_token", nn.initializers.zeros, (1, 1, self.width))
+        first = jnp.broadcast_to(first.astype(x.dtype), (x.shape[0], 1, self.width))
+        x = jnp.concatenate([first, x], axis=1)
+        init = nn.initializers.normal(0.02)
+        positions = self.param("positions", init, (1, *x.shape[1:]))
+        x = x + positions.astype(x.dtype)
+        for _ in range(self.layers):
+            x = x + Attention(self.heads, self.dtype)(norm()(x))
+            y = nn.gelu(dense(4 * self.width)(norm()(x)), approximate=False)
+            x = x + dense(self.width)(y)
+        return dense(self.classes)(norm()(x)[:, 0])
+
+
+class Attention(nn.Module):
+    heads: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x):
+        batch, length, width = x.shape
+        # Heads before positions: for 197 positions by heads XLA finds no tiles on GPUs.
+        qkv = nn.Dense(3 * width, dtype=self.dtype)(x)
+        qkv = qkv.reshape(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.transpose(2, 0, 3, 1, 4)
+        logits = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5
+        # Flax's own, if its softmax is in float32, does not cast what comes of it.
+        probabilities = jax.nn.softmax(logits.astype(jnp.float32)).astype(x.dtype)
+        h = (probabilities @ v).transpose(0, 2, 1, 3).reshape(batch, length, width)
+        return nn.Dense(width, dtype=self.dtype)(h)
 
 
 class Conformer(nn.Module):
-    """A speech encoder: attention and a convolution over frames, between half MLPs.
+    """A speech encoder (Gulati et al., 2020, arXiv:2005.08100).
 
-    LayerNorm is where Gulati et al. have BatchNorm, and no positions are added.
-
-    References:
-      Gulati et al., Conformer: convolution-augmented transformer for speech
-        recognition, 2020, https://arxiv.org/abs/2005.08100
+    LayerNorm is where they have BatchNorm, and no positions are added.
     """
 
     layers: int
@@ -40,11 +190,10 @@ class Conformer(nn.Module):
         for _ in range(2):
             x = nn.relu(nn.Conv(self.width // 4, (3, 3), 2, dtype=self.dtype)(x))
         x = dense(self.width)(x.reshape(*x.shape[:2], -1))
-        for i in range(self.layers):
+        for _ in range(self.layers):
             y = nn.silu(dense(4 * self.width)(norm()(x)))
             x = x + 0.5 * dense(self.width)(y)
-            attention = Attention(self.heads, self.dtype, name=f"Attention_{i}")
-            x = x + attention(norm()(x))
+            x = x + Attention(self.heads, self.dtype)(norm()(x))
             y = nn.glu(dense(2 * self.width)(norm()(x)))
             y = _depthwise(self.width, (self.kernel,), self.dtype)(y)
             x = x + dense(self.width)(nn.silu(norm()(y)))
@@ -54,11 +203,7 @@ class Conformer(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    """ConvNeXt-T has blocks of (3, 3, 9, 3) and widths of 96 to 768.
-
-    References:
-      Liu et al., A ConvNet for the 2020s, 2022, https://arxiv.org/abs/2201.03545
-    """
+    """ConvNeXt-T has blocks of (3, 3, 9, 3) (Liu et al., 2022, arXiv:2201.03545)."""
 
     blocks: tuple[int, ...]
     widths: tuple[int, ...]
@@ -86,12 +231,7 @@ class ConvNeXt(nn.Module):
 
 
 class UNet3D(nn.Module):
-    """A U-Net of volumes: logits of each voxel; max pooling and GroupNorm.
-
-    References:
-      Çiçek et al., 3D U-Net: learning dense volumetric segmentation from sparse
-        annotation, 2016, https://arxiv.org/abs/1606.06650
-    """
+    """A U-Net of volumes, with GroupNorm (Çiçek et al., 2016, arXiv:1606.06650)."""
 
     widths: tuple[int, ...]
     groups: int
@@ -119,12 +259,7 @@ class UNet3D(nn.Module):
 
 
 class DiT(nn.Module):
-    """A diffusion transformer: time and label scale and shift what norms return.
-
-    References:
-      Peebles and Xie, Scalable diffusion models with transformers, 2022,
-        https://arxiv.org/abs/2212.09748
-    """
+    """A diffusion transformer (Peebles and Xie, 2022, arXiv:2212.09748)."""
 
     layers: int
     width: int
@@ -152,9 +287,9 @@ class DiT(nn.Module):
         x = x.reshape(batch, -1, self.width)
         init = nn.initializers.normal(0.02)
         x = x + self.param("positions", init, (1, *x.shape[1:])).astype(x.dtype)
-        for i in range(self.layers):
+        for _ in range(self.layers):
             terms = jnp.split(zeros(6 * self.width)(context), 6, axis=-1)
-            attention = Attention(self.heads, self.dtype, name=f"Attention_{i}")
+            attention = Attention(self.heads, self.dtype)
             x = x + terms[2] * attention(norm(x, *terms[:2]))
             y = nn.gelu(dense(4 * self.width)(norm(x, *terms[3:5])))
             x = x + terms[5] * dense(self.width)(y)
@@ -166,12 +301,7 @@ class DiT(nn.Module):
 
 
 class MeshGraphNet(nn.Module):
-    """A graph network that simulates: in each step, edges and nodes tell each other.
-
-    References:
-      Pfaff et al., Learning mesh-based simulation with graph networks, 2020,
-        https://arxiv.org/abs/2010.03409
-    """
+    """A graph network that simulates (Pfaff et al., 2020, arXiv:2010.03409)."""
 
     steps: int
     width: int
@@ -199,12 +329,7 @@ class MeshGraphNet(nn.Module):
 
 
 class Field(nn.Module):
-    """A function of time and place, of which a PINN takes derivatives.
-
-    References:
-      Raissi et al., Physics-informed neural networks, 2019,
-        https://doi.org/10.1016/j.jcp.2018.10.045
-    """
+    """What a PINN differentiates (Raissi et al., 2019, 10.1016/j.jcp.2018.10.045)."""
 
     layers: int
     width: int

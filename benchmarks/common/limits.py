@@ -1,17 +1,17 @@
-"""What compiled programs may cost: no more than was committed, nor than each other."""
+"""What compiled programs may cost: no more than was committed; and what all promise."""
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterator
+from typing import Any
 
 from benchmarks.common import counts
 from benchmarks.common.compiled_steps import (
-    ADVISED,
     BY_HAND,
     GRAD_AUTOCAST,
-    POLICY,
     REDUCE_FLOAT32,
     STEPS,
+    STEPS_OF_OTHERS,
     Step,
 )
 from benchmarks.common.models import SIZES
@@ -23,33 +23,7 @@ Results = dict[str, Row]  # by str(step)
 # None may grow by more than the tolerance. XLA's own count, "bytes accessed", leaves
 # out what cuDNN and cuBLAS read and write.
 GUARDED = ("traffic", "peak", "kernels")
-TOLERANCE = 1.01
-
-
-class Limit(NamedTuple):
-    """What a figure may be: so many times that of the step's base, and some more.
-
-    Attributes:
-      times: the multiple; two are those of sizes ci and full, None is not measured.
-      per_leaf: what may be added for each leaf of the parameters.
-      plus: what may be added once; two are those of sizes ci and full.
-    """
-
-    times: Any
-    per_leaf: int = 0
-    plus: Any = 0
-
-    def at(self, size: str) -> "Limit":
-        """Return the limit of a size."""
-        times, plus = (
-            x[size == "full"] if isinstance(x, tuple) else x
-            for x in (self.times, self.plus)
-        )
-        return self._replace(times=times, plus=plus)
-
-
-# By step, and by the key of a row. What is no `Limit` is the `times` of one.
-Limits = dict[Step, dict[str, Any]]
+TOLERANCE, TOLERANCE_OF_RATIOS = 1.01, 1.05
 
 
 def other_versions(committed: Row, here: dict[str, str]) -> list[str]:
@@ -78,236 +52,119 @@ def growth(committed: Results, measured: Results) -> list[tuple[str, ...]]:
     return rows
 
 
-# At size ci kernels and gradients weigh more than in a model of many layers, so limits
-# are wider: they are what was measured, and a little room.
+_BY_NAME = {str(step): step for step in (*STEPS, *STEPS_OF_OTHERS)}
 
 
-def _of_casts(transformer_kernels: float) -> Limits:
-    """Return what autocast and a policy may cost beside casts by hand."""
-    return {
-        Step(model, "bfloat16", cast): {
-            **{"traffic": TOLERANCE, "peak": TOLERANCE},
-            "kernels": Limit(kernels, plus=(8, 0)),
-        }
-        for model, cast, kernels in (
-            ("transformer", GRAD_AUTOCAST, transformer_kernels),
-            ("mlp", GRAD_AUTOCAST, TOLERANCE),
-            ("cnn", POLICY, TOLERANCE),
-        )
-    }
+def growth_of_ratios(committed: Results, measured: Results) -> list[tuple[str, ...]]:
+    """Return a row of a table for each figure that has grown beside that of the base.
 
-
-def _of_families() -> Limits:
-    """Return what the README's table shows of families, and room for the small ones."""
-    families = "unet", "vit", "llama", "moe", "lstm"
-    traffic: dict[Step, Any] = {
-        Step(model, "bfloat16", GRAD_AUTOCAST): 1.08 for model in families
-    }
-    # float16 has the same plan.
-    traffic |= {
-        Step(model, "float16", cast): 1.08
-        for model in families[:-1]
-        for cast in (GRAD_AUTOCAST, ADVISED)
-    }
-    # XLA does not see what a loop keeps: autocast decides it.
-    traffic[Step("llama in a scan", "bfloat16", GRAD_AUTOCAST)] = 1.0
-    # The gradient of its recurrent weight is one product after the loop.
-    traffic[Step("lstm", "bfloat16", GRAD_AUTOCAST)] = (0.9, 0.7)
-    found: Limits = {
-        s: {"traffic": x, "peak": (1.08, 1.03)} for s, x in traffic.items()
-    }
-    for model, (of_traffic, peak) in _OTHERS.items():
-        step = Step(model, "bfloat16", GRAD_AUTOCAST)
-        found[step] = {"traffic": (of_traffic, None), "peak": (peak, None)}
-    return found
-
-
-# Of families that are compiled at size ci alone: traffic and peak, as measured, and a
-# little room. What is behind them is in benchmarks/README.md.
-_OTHERS = {
-    "conformer": (1.035, 1.0),
-    "convnext": (1.01, 0.7),
-    "unet3d": (1.03, 1.07),
-    "dit": (1.04, 0.9),
-    "gnn": (1.065, 0.85),
-    "pinn": (1.04, 1.0),
-}
-_SCALED = Step("transformer", "float16", BY_HAND, scaled=True)
-# Gradients of weights in float32, beside rounded ones. On one device they cost next to
-# nothing: at size ci the figures are the same. On four they are sent in float32. At
-# size ci, XLA also gathers the gradient of the embedding table, which is then float32.
-_FLOAT32_GRADIENTS, _PARALLEL, _SHARDED = (
-    Step("transformer", "bfloat16", REDUCE_FLOAT32, layout=layout)
-    for layout in ("one device", "data parallel", "FSDP")
-)
-_OF_TPUS: Limits = {
-    **_of_casts(TOLERANCE),
-    _PARALLEL: {"traffic": (TOLERANCE, None), "peak": (1.04, None)},
-    _SHARDED: {"traffic": (TOLERANCE, 1.08), "peak": TOLERANCE},
-    _SCALED: {"traffic": 1.04, "kernels": Limit(1.0, per_leaf=1, plus=(1, 0))},
-}
-_OF_GPUS: Limits = {
-    # A segment that is computed again is a kernel more.
-    **_of_casts(1.25),
-    **_of_families(),
-    # As lean as casts by hand. The bytes of gradients, which are float32 sums here,
-    # weigh more in a small model.
-    **{
-        Step(model, "float16", cast): {"traffic": (1.1, 1.03), "peak": TOLERANCE}
-        for model in ("transformer", "cnn")
-        for cast in (GRAD_AUTOCAST, ADVISED)
-    },
-    _FLOAT32_GRADIENTS: {"traffic": (1.0, TOLERANCE), "peak": 1.0, "kernels": 1.0},
-    # Convolutions are left out: for a float32 gradient GPUs need float32 operands.
-    **{
-        Step(model, "bfloat16", REDUCE_FLOAT32): {"traffic": x, "peak": (1.05, 1.03)}
-        # Of a small LSTM, the gradient of the head in float32 is 1.5 % of all bytes.
-        for model, x in dict(vit=1.04, llama=1.04, moe=1.04, lstm=(1.05, 1.01)).items()
-    },
-    _PARALLEL: {"traffic": (1.15, 1.12), "peak": 1.0},
-    _SHARDED: {"traffic": (1.07, 1.05), "peak": (1.25, 1.0)},
-    _SCALED: {
-        "traffic": (1.03, 1.01),
-        # Parts of the verdict, a byte each.
-        "temporary": Limit(1.0, plus=4096),
-        # XLA reduces a large array in two kernels; then there are verdict and scale.
-        "kernels": Limit(1.0, per_leaf=2, plus=4),
-    },
-}
-# Beside bfloat16, each operand is read once more for its largest magnitude and once
-# more to be rounded. The backward pass keeps operands of half the size, but the
-# gradients of parameters are float32, which the large weights of the MLP show.
-_FP8, _MLP_FP8 = (Step(x, "fp8", GRAD_AUTOCAST) for x in ("transformer", "mlp"))
-_SHARDED_FP8 = dataclasses.replace(_FP8, layout="FSDP")
-_OF_FP8: Limits = {
-    _FP8: {"traffic": (1.04, 1.07), "peak": 1.0, "temporary": (1.05, 1.0)},
-    _SHARDED_FP8: {"traffic": (1.14, 1.12), "peak": 1.0, "temporary": 1.0},
-    _MLP_FP8: {"traffic": (1.01, 1.09), "peak": (1.0, 1.03), "temporary": (1.0, 1.19)},
-}
-
-
-def limits(device: str, size: str) -> list[tuple[Step, str, Limit]]:
-    """Return what must hold between the steps of a device, whatever is committed."""
-    of_gpu = _OF_GPUS | _OF_FP8 if DEVICES[device].has_fp8 else _OF_GPUS
-    found = [
-        (step, figure, (x if isinstance(x, Limit) else Limit(x)).at(size))
-        for step, figures in (_OF_TPUS if DEVICES[device].is_tpu else of_gpu).items()
-        for figure, x in figures.items()
-    ]
-    return [limit for limit in found if limit[2].times is not None]
+    This is for other compilers, whose figures are others with the same programs.
+    """
+    rows = []
+    for name, step in _BY_NAME.items():
+        pairs = [(x.get(name), x.get(str(step.base))) for x in (committed, measured)]
+        for figure in GUARDED:
+            ratios = [row[figure] / of[figure] for row, of in pairs if row and of]
+            if len(ratios) == 2 and ratios[1] > ratios[0] * TOLERANCE_OF_RATIOS:
+                was, now = ratios
+                allowed = f"at most {TOLERANCE_OF_RATIOS}×"
+                figures = f"{was:.3f} → {now:.3f} of {step.base}"
+                rows.append((name, figure, figures, f"{now / was:.3f}×", allowed))
+    return rows
 
 
 def broken_limits(device: str, size: str, results: Results) -> list[tuple[str, ...]]:
     """Return a row of a table for each promise that does not hold."""
     rows = []
-    for step, figure, (times, per_leaf, plus) in limits(device, size):
-        if str(step) not in results or str(step.base) not in results:
-            continue
-        row, base_row = results[str(step)], results[str(step.base)]
-        most = base_row[figure] * times + per_leaf * row["leaves"] + plus
-        if row[figure] > most:
-            figures = f"{row[figure]:,} against {base_row[figure]:,}"
-            ratio = f"{row[figure] / base_row[figure]:.3f}×"
-            rows.append((str(step), figure, figures, ratio, f"at most {most:,.0f}"))
-    for step in STEPS:
-        if step.dtype == "fp8" and str(step) in results:
-            rows += _broken_by_fp8(device, size, step, results)
-        if step.cast == REDUCE_FLOAT32 and str(step) in results:
-            rows += _broken_by_float32_gradients(device, size, step, results)
     for name, row in results.items():
+        bounds = [*_bounds_of_all(device, size, name, row)]
+        step = _BY_NAME.get(name)
+        if step is not None:
+            base = results.get(str(step.base))
+            if step.dtype == "fp8":
+                bounds += _bounds_of_fp8(device, size, step, row, base)
+            if step.cast == REDUCE_FLOAT32:
+                bounds += _bounds_of_float32_gradients(device, size, step, row, base)
         rows += [
-            (name, figure, f"{row[figure]}", "", "none")
-            for figure in ("conditionals", "host_transfers")
-            if row[figure]
+            (name, figure, f"{found:,}", "", f"{least:,.0f} to {most:,.0f}")
+            for figure, found, least, most in bounds
+            if not least <= found <= most
         ]
-        # The transpose of max pooling: XLA for GPUs makes a scatter of it, to places
-        # that differ, and nothing is summed.
-        pooled = int(name.startswith("unet3d"))
-        if "autocast" in name and row["half_sums"] > pooled:
-            rows.append((name, "half_sums", f"{row['half_sums']}", "", f"{pooled}"))
-        # A TPU's buffers are whole tiles: they may be larger than their arrays.
-        is_less = row["aliased bytes"] < row["donated bytes"]
-        if row["aliased"] != row["donated"] or is_less:
-            figures = f"{row['aliased']} of {row['donated']} donated"
-            rows.append((name, "aliased", figures, "", "all"))
-        gathered = row["collectives"]
-        half = counts.sent(gathered, ("all-gather",), _IN_HALF)
-        # XLA for a v5e gathers the float32 gradient of the embedding at size "ci".
-        is_cast = name.endswith(f"bfloat16 {GRAD_AUTOCAST}")
-        is_cast = is_cast and not (DEVICES[device].is_tpu and size == "ci")
-        if "FSDP" in name and (BY_HAND in name or is_cast):
-            full = counts.sent(gathered, ("all-gather",), ("f32",))
-            if full > 0.01 * half:  # the gains of norms are used in float32
-                figures = f"{full:,} in float32, {half:,} in half"
-                rows.append((name, "all-gather", figures, "", "1 % in float32"))
     return rows
 
 
-_IN_HALF = ("f16", "bf16")
-_IN_FP8 = ("f8e4m3fn", "f8e5m2")
+_HALF, _FULL, _F8 = ("f16", "bf16"), ("f32",), ("f8e4m3fn", "f8e5m2")
+_GATHER, _SCATTER = ("all-gather",), ("reduce-scatter",)
+Bounds = Iterator[tuple[str, float, float, float]]  # a figure; the least, and the most
 
 
-def _broken_by_fp8(
-    device: str, size: str, step: Step, results: Results
-) -> list[tuple[str, ...]]:
-    """Return a row of a table for each promise about fp8 that does not hold."""
-    name, row, rows = str(step), results[str(step)], []
-    in_fp8 = counts.fp8_products(row["products"])
+def _bounds_of_all(device: str, size: str, name: str, row: Row) -> Bounds:
+    """Yield what holds of every step, and of every step that is sharded."""
+    for figure in ("conditionals", "host_transfers"):
+        yield figure, row[figure], 0, 0
+    if "autocast" in name:
+        # The transpose of max pooling: XLA for GPUs makes a scatter of it, to places
+        # that differ, and nothing is summed.
+        yield "half_sums", row["half_sums"], 0, int(name.startswith("unet3d"))
+    yield "aliased", row["aliased"], row["donated"], row["donated"]
+    # A TPU's buffers are whole tiles: they may be larger than their arrays.
+    yield "aliased bytes", row["aliased bytes"], row["donated bytes"], math.inf
+    # XLA for a v5e gathers the float32 gradient of the embedding at size "ci".
+    is_cast = name.endswith(f"bfloat16 {GRAD_AUTOCAST}")
+    is_cast = is_cast and not (DEVICES[device].is_tpu and size == "ci")
+    if "FSDP" in name and (BY_HAND in name or is_cast):
+        half, full = (
+            counts.sent(row["collectives"], _GATHER, x) for x in (_HALF, _FULL)
+        )
+        # The gains of norms are used in float32.
+        yield "all-gather in float32", full, 0, 0.01 * half
+
+
+def _bounds_of_fp8(
+    device: str, size: str, step: Step, row: Row, base: Row | None
+) -> Bounds:
     # XLA casts the operands to float16 where products have no fp8.
     expected = row["fp8 by rule"] if DEVICES[device].has_fp8 else 0
+    sizes = SIZES[size][step.model]
     # It joins products of one array, forward and for the gradients of weights: query,
     # key and value, and the gate of a Llama with what it gates.
-    joined = {"llama": 6, "moe": 4}.get(step.model, 0) if expected else 0
-    least = expected - joined * SIZES[size][step.model].get("layers", 0)
-    if not least <= in_fp8 <= expected:
-        rows.append((name, "products in fp8", f"{in_fp8}", "", f"{expected}"))
-    base = results.get(str(step.base))
+    joined = {"llama": 6, "moe": 4}.get(step.model, 0) * sizes.get("layers", 0)
+    least = expected - joined if expected else 0
+    yield "products in fp8", counts.fp8_products(row["products"]), least, expected
     if step.layout != "FSDP" or base is None:
-        return rows
+        return
     sent, of_base = (
         functools.partial(counts.sent, x["collectives"]) for x in (row, base)
     )
-    gather, reduce = ("all-gather",), ("reduce-scatter",)
+    # The embedding is looked up in half, beside the products.
+    table = 2 * sizes["vocabulary"] * sizes["width"]
+    yield "all-gather in half", sent(_GATHER, _HALF), 0, TOLERANCE * table
+    most = TOLERANCE * of_base(_GATHER, _HALF)
+    yield "all-gather", sent(_GATHER, _F8), 0, most
+    # Gradients are summed in float32.
+    yield "reduce-scatter", sent(_SCATTER), 0, 2 * of_base(_SCATTER)
     # One collective for each scale of an activation and of a gradient, which are
     # needed one after the other; one for those of all weights.
-    # The embedding is looked up in half, beside the products.
-    table = 2 * SIZES[size][step.model]["vocabulary"] * SIZES[size][step.model]["width"]
     forward = row["products"].get("f8e4m3fn f8e4m3fn", 0)
     scales, others = (x["collective_calls"].get("all-reduce", 0) for x in (row, base))
-    for figure, found, most in (
-        ("all-gather in half", sent(gather, _IN_HALF), TOLERANCE * table),
-        ("all-gather", sent(gather, _IN_FP8), TOLERANCE * of_base(gather, _IN_HALF)),
-        # Gradients are summed in float32.
-        ("reduce-scatter", sent(reduce), 2 * of_base(reduce)),
-        ("all-reduces", scales, others + 2 * forward + 1),
-    ):
-        if found > most:
-            rows.append((name, figure, f"{found:,}", "", f"at most {most:,.0f}"))
-    return rows
+    yield "all-reduces", scales, 0, others + 2 * forward + 1
 
 
-def _broken_by_float32_gradients(
-    device: str, size: str, step: Step, results: Results
-) -> list[tuple[str, ...]]:
-    """Return a row of a table for each sum of gradients that is not in float32."""
-    name, moved, rows = str(step), results[str(step)]["collectives"], []
-    half, full = (
-        counts.sent(moved, counts.REDUCTIONS, x) for x in (_IN_HALF, ("f32",))
-    )
+def _bounds_of_float32_gradients(
+    device: str, size: str, step: Step, row: Row, base: Row | None
+) -> Bounds:
+    sent = functools.partial(counts.sent, row["collectives"], counts.REDUCTIONS)
+    half, full = sent(_HALF), sent(_FULL)
     most = 0.001 * full + _activations_in_half(device, size, step)
-    if half > most:
-        rows.append((name, "reduced in half", f"{half:,}", "", f"at most {most:,.0f}"))
-    base = results.get(str(step.base))
+    yield "reduced in half", half, 0, most
     if base is None:
-        return rows
+        return
     # What was reduced in half takes twice the bytes, and nothing else is reduced.
     of_base = functools.partial(counts.sent, base["collectives"], counts.REDUCTIONS)
-    expected = of_base(("f32",)) + 2 * (of_base(_IN_HALF) - half)
+    expected = of_base(_FULL) + 2 * (of_base(_HALF) - half)
     # For a v5e, 3.7 % more were counted at size "full": the bytes of one gradient.
     times = 1.04 if DEVICES[device].is_tpu and size == "full" else TOLERANCE
-    if not expected / TOLERANCE <= full <= expected * times:
-        rows.append((name, "reduced in float32", f"{full:,}", "", f"{expected:,}"))
-    return rows
+    yield "reduced in float32", full, expected / TOLERANCE, expected * times
 
 
 def _activations_in_half(device: str, size: str, step: Step) -> float:

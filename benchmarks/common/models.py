@@ -8,23 +8,21 @@ float32.
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from benchmarks.common import families, image_models, transformer
+from benchmarks.common import families, llama, other_families, transformer
 from benchmarks.common.transformer import cross_entropy
 from jmp_lite.linen import with_policy
 
 # Every model takes `(params, *batch)` and returns a loss and what is to be kept.
 Loss = Callable[..., tuple[jax.Array, Any]]
 Sizes = dict[str, Any]  # of a model
-MakeModel = Callable[[Sizes, str], Any]  # a flax module, of a dtype
-MakeShapes = Callable[[Sizes], tuple[Any, ...]]
 
 _TRANSFORMER = {
     "layers": (1, 1, 6),
@@ -129,10 +127,61 @@ SIZES: dict[str, dict[str, Sizes]] = {
     }
     for i, size in enumerate(("small", "ci", "full"))
 }
+_TEXT = {"layers": 1, "width": 256, "vocabulary": 2048, "batch": 8, "length": 256}
+_HEADS = _TEXT | {"heads": 4, "hidden": 1024}
+# As small as size ci of the others.
+SIZES_OF_OTHERS: dict[str, Sizes] = {
+    "dlrm": {"tables": 8, "rows": 10_000, "width": 64, "hidden": 256, "batch": 2048},
+    "swin": {
+        **{"widths": (48, 96), "heads": 3, "window": 4, "patch": 4, "classes": 10},
+        **{"image": 64, "batch": 32},
+    },
+    "vae": {"widths": (32, 64, 128), "latent": 64, "image": 64, "batch": 32},
+    "t5": _HEADS,
+    "gemma": _HEADS,
+    "mamba": _TEXT | {"states": 16},
+    "linear attention": _HEADS | {"chunk": 64},
+    "nerf": {"layers": 4, "width": 128, "rays": 512, "samples": 32},
+    "realnvp": {"couplings": 4, "width": 128, "image": 32, "batch": 32},
+    "wgan": {"widths": (64, 128, 256), "image": 32, "batch": 32},
+}
 
-_CHOSEN = 2  # experts of a token
-_BALANCE = 0.01  # of the loss that balances experts
-_MLP = ("gate", "up", "down")
+
+class Model(NamedTuple):
+    """A model that is compiled.
+
+    Attributes:
+      title: its name on the pages.
+      make_loss: takes a dtype and sizes, returns the loss.
+      make_shapes: takes sizes; returns the parameters, what is kept from step to step,
+        and the batch, as zeros.
+    """
+
+    title: str
+    make_loss: Callable[..., Loss]
+    make_shapes: Callable[[Sizes], tuple[Any, ...]]
+
+    def shapes(self, sizes: Sizes) -> tuple[Any, ...]:
+        """Return the shapes of what `make_shapes` makes."""
+        return jax.eval_shape(lambda: self.make_shapes(sizes))
+
+
+# What a batch is made of: functions of the sizes.
+
+
+def zeros(*shape: str | int, dtype: Any = jnp.float32) -> Callable[[Sizes], jax.Array]:
+    """Return what makes zeros `[*shape]`, where names stand for sizes."""
+    return lambda sizes: jnp.zeros(
+        [sizes[n] if isinstance(n, str) else n for n in shape], dtype
+    )
+
+
+integers = functools.partial(zeros, dtype=jnp.int32)
+IMAGES, LABELS = zeros("batch", "image", "image", 3), integers("batch")
+TOKENS = integers("batch", "length")
+
+
+# Models without a library of layers.
 
 
 def transformer_loss(dtype: str, sizes: Sizes) -> Loss:
@@ -141,6 +190,11 @@ def transformer_loss(dtype: str, sizes: Sizes) -> Loss:
         return transformer.loss_fn(params, tokens, heads, jnp.dtype(dtype)), ()
 
     return loss
+
+
+def _transformer_shapes(sizes: Sizes) -> tuple[Any, ...]:
+    params = transformer.init(sizes["layers"], sizes["width"], sizes["vocabulary"])
+    return params, (), TOKENS(sizes)
 
 
 def mlp_loss(dtype: str, sizes: Sizes) -> Loss:
@@ -157,6 +211,67 @@ def mlp_loss(dtype: str, sizes: Sizes) -> Loss:
     return loss
 
 
+def _mlp_shapes(sizes: Sizes) -> tuple[Any, ...]:
+    pairs = itertools.pairwise([784, sizes["width"], sizes["width"], 10])
+    params = [(jnp.zeros((n, m)), jnp.zeros(m)) for n, m in pairs]
+    return params, (), zeros("batch", 784)(sizes), LABELS(sizes)
+
+
+def _llama_shapes(sizes: Sizes) -> tuple[Any, ...]:
+    return llama.make_params(sizes), (), TOKENS(sizes)
+
+
+def _scanned_llama_shapes(sizes: Sizes) -> tuple[Any, ...]:
+    return transformer.stack(llama.make_params(sizes)), (), TOKENS(sizes)
+
+
+def lstm_loss(dtype: str, sizes: Sizes) -> Loss:
+    """Return the cross entropy of the next token, of one LSTM layer."""
+    half = jnp.dtype(dtype)
+
+    def loss(params, tokens):
+        tokens = tokens.T
+        weights = jax.tree.map(lambda w: w.astype(half), params)
+        x = weights["embedding"][tokens[:-1]]
+        # Those of all steps at once.
+        inputs = x @ weights["input"] + weights["bias"]
+
+        def step(carry, inputs):
+            h, c = carry
+            i, f, g, o = jnp.split(inputs + h @ weights["recurrent"], 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        first = jnp.zeros((sizes["batch"], sizes["width"]), half)
+        _, h = jax.lax.scan(step, (first, first), inputs)
+        return cross_entropy(h @ weights["head"], tokens[1:]), ()
+
+    return loss
+
+
+def _lstm_shapes(sizes: Sizes) -> tuple[Any, ...]:
+    width, words = sizes["width"], sizes["vocabulary"]
+    params = {
+        "embedding": (words, width),
+        "input": (width, 4 * width),
+        "recurrent": (width, 4 * width),
+        "bias": (4 * width,),
+        "head": (width, words),
+    }
+    tokens = integers("batch", sizes["steps"] + 1)(sizes)
+    return transformer.zeros(params), (), tokens
+
+
+# Models in flax: ResNet, whose statistics are kept, and those that keep nothing.
+
+
+def _resnet(sizes: Sizes, dtype: str) -> families.ResNet:
+    # In float32 the dtypes are those of the inputs, which a policy may cast.
+    half = None if dtype == "float32" else jnp.dtype(dtype)
+    return families.ResNet(sizes["blocks"], sizes["width"], sizes["classes"], half)
+
+
 def cnn_loss(dtype: str, sizes: Sizes, policy: str = "") -> Loss:
     model: Any = _resnet(sizes, dtype)
     if policy:
@@ -168,6 +283,56 @@ def cnn_loss(dtype: str, sizes: Sizes, policy: str = "") -> Loss:
         return cross_entropy(logits, labels), updated["batch_stats"]
 
     return loss
+
+
+def _cnn_shapes(sizes: Sizes) -> tuple[Any, ...]:
+    images = IMAGES(sizes)
+    variables = _resnet(sizes, "float32").init(jax.random.key(0), images)
+    return variables["params"], variables["batch_stats"], images, LABELS(sizes)
+
+
+def flax_model(
+    title: str,
+    module: Any,
+    error: Callable[..., jax.Array],
+    *batch: Callable[[Sizes], jax.Array],
+) -> Model:
+    """Return a flax model, whose fields are its sizes.
+
+    Args:
+      title: its name on the pages.
+      module: the class of the model.
+      error: takes the model as a function, and a batch; returns the loss.
+      *batch: take sizes, and make the arrays of a batch.
+    """
+    names = {field.name for field in dataclasses.fields(module)}
+
+    def make_model(sizes, dtype):
+        fields = {name: value for name, value in sizes.items() if name in names}
+        return module(**fields, dtype=jnp.dtype(dtype))
+
+    def make_loss(dtype, sizes):
+        model = make_model(sizes, dtype)
+
+        def loss(params, *batch):
+            apply = functools.partial(model.apply, {"params": params})
+            return error(apply, *batch), ()
+
+        return loss
+
+    def make_shapes(sizes):
+        model, found = make_model(sizes, "float32"), []
+
+        def init(*inputs):
+            output, variables = model.init_with_output(jax.random.key(0), *inputs)
+            found.append(variables["params"])
+            return output
+
+        arrays = [make(sizes) for make in batch]
+        error(init, *arrays)  # which knows what the model takes
+        return found[0], (), *arrays
+
+    return Model(title, make_loss, make_shapes)
 
 
 # Losses of flax models: of the model as a function, and a batch.
@@ -210,355 +375,112 @@ def _squared_error(predicted: Any, target: Any) -> jax.Array:
     return jnp.mean((predicted.astype(jnp.float32) - target) ** 2)
 
 
-def llama_loss(
-    dtype: str,
-    sizes: Sizes,
-    around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda layer: layer,
-) -> Loss:
-    """Return the cross entropy of the next token, of a Llama or a mixture of experts.
+def _clicks(model, numbers, categories, labels):
+    logits = model(numbers, categories).astype(jnp.float32)
+    return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
 
-    RMSNorm, rotary positions, fewer heads for keys and values, SwiGLU; the head is not
-    tied to the embedding. Layers may be stacked in one, as `transformer.stack` does.
 
-    Args:
-      dtype: the compute dtype.
-      sizes: as in `SIZES`.
-      around: what is around each layer, such as `jax.checkpoint`.
+def _next_token(model, tokens):
+    return cross_entropy(model(tokens)[:, :-1], tokens[:, 1:])
 
-    References:
-      Touvron et al., LLaMA: open and efficient foundation language models, 2023,
-        https://arxiv.org/abs/2302.13971
-    """
-    half = jnp.dtype(dtype)
 
-    def loss(params, tokens):
-        angles = angles_of(tokens.shape[1], sizes["width"] // sizes["heads"])
+def _translation(model, source, target):
+    return cross_entropy(model(source, target)[:, :-1], target[:, 1:])
 
-        @around
-        def layer_fn(carry, layer):
-            x, balance = carry
-            with jax.named_scope("attention"):
-                h = _rms_norm(x, layer["norm_1"])
-                x = x + _attention(h, layer, angles, sizes)
-            with jax.named_scope("mlp"):
-                h = _rms_norm(x, layer["norm_2"])
-                if "router" in layer:
-                    h, term = _experts(h, layer, sizes)
-                    balance += _BALANCE * term
-                else:
-                    h = _swiglu(h, *(layer[k].astype(half) for k in _MLP))
-                return (x + h, balance), None
 
-        carry = params["embedding"].astype(half)[tokens], jnp.float32(0)
-        if "layers" in params:
-            carry, _ = jax.lax.scan(layer_fn, carry, params["layers"])
-        else:
-            for i in range(sizes["layers"]):
-                carry, _ = layer_fn(carry, params[f"layer_{i}"])
-        x, balance = carry
-        with jax.named_scope("head"):
-            logits = _rms_norm(x, params["norm"]) @ params["head"].astype(half)
-            return cross_entropy(logits[:, :-1], tokens[:, 1:]) + balance, ()
+def _evidence(model, images, noise):
+    """Return the negative evidence lower bound."""
+    logits, mean, log_variance = model(images, noise)
+    logits = logits.astype(jnp.float32)
+    error = optax.sigmoid_binary_cross_entropy(logits, images).sum((1, 2, 3))
+    excess = jnp.exp(log_variance) + mean**2 - 1 - log_variance
+    return (error + 0.5 * excess.sum(-1)).mean()
 
-    return loss
 
+def _colours(model, origins, directions, depths, colours):
+    """Return the squared error of rays `[R, 3]`, of depths `[R, S]`."""
+    points = origins[:, None] + depths[..., None] * directions[:, None]
+    density, found = model(points, directions)
+    absorbed = density[:, :-1] * jnp.diff(depths)
+    light = jnp.exp(-jnp.cumsum(absorbed, axis=1) + absorbed)
+    seen = light * (1 - jnp.exp(-absorbed))
+    return jnp.mean(((seen[..., None] * found[:, :-1]).sum(1) - colours) ** 2)
 
-def lstm_loss(dtype: str, sizes: Sizes) -> Loss:
-    """Return the cross entropy of the next token, of one LSTM layer."""
-    half = jnp.dtype(dtype)
 
-    def loss(params, tokens):
-        tokens = tokens.T
-        weights = jax.tree.map(lambda w: w.astype(half), params)
-        x = weights["embedding"][tokens[:-1]]
-        # Those of all steps at once.
-        inputs = x @ weights["input"] + weights["bias"]
+def _likelihood(model, images):
+    return -model(images).mean() / images[0].size
 
-        def step(carry, inputs):
-            h, c = carry
-            i, f, g, o = jnp.split(inputs + h @ weights["recurrent"], 4, axis=-1)
-            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-            h = jax.nn.sigmoid(o) * jnp.tanh(c)
-            return (h, c), h
 
-        first = jnp.zeros((sizes["batch"], sizes["width"]), half)
-        _, h = jax.lax.scan(step, (first, first), inputs)
-        return cross_entropy(h @ weights["head"], tokens[1:]), ()
-
-    return loss
-
-
-def _rms_norm(x, gain):
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + 1e-5)
-    return (y * gain).astype(x.dtype)
-
-
-def angles_of(length, features):
-    """Return what the position turns a pair of features by: `[S, features / 2]`."""
-    frequencies = 10_000 ** (-jnp.arange(0, features, 2) / features)
-    return jnp.arange(length)[:, None] * frequencies[None]
-
-
-def rotate(x, angles):
-    """Turn pairs of features, of heads `[B, S, K, ..., D]`, by the angles of `S`."""
-    angles = jnp.expand_dims(angles, range(1, x.ndim - 2))
-    sin, cos = jnp.sin(angles).astype(x.dtype), jnp.cos(angles).astype(x.dtype)
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
-def _attention(x, layer, angles, sizes):
-    """Attend to what came before; each key and value has several queries."""
-    batch, length, width = x.shape
-    heads, groups = sizes["heads"], sizes["kv_heads"]
-    q, k, v = (
-        (x @ layer[name].astype(x.dtype)).reshape(batch, length, *shape, width // heads)
-        for name, shape in (
-            ("query", (groups, heads // groups)),
-            ("key", (groups,)),
-            ("value", (groups,)),
-        )
-    )
-    q, k = rotate(q, angles), rotate(k, angles)
-    logits = jnp.einsum("bsghd,btgd->bghst", q, k) * (width // heads) ** -0.5
-    mask = jnp.tril(jnp.ones((length, length), bool))
-    logits = jnp.where(mask, logits.astype(jnp.float32), -1e9)
-    probabilities = jax.nn.softmax(logits).astype(x.dtype)
-    h = jnp.einsum("bghst,btgd->bsghd", probabilities, v)
-    return h.reshape(batch, length, width) @ layer["out"].astype(x.dtype)
-
-
-def _swiglu(x, gate, up, down):
-    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
-
-
-def _experts(x, layer, sizes):
-    """Send each token to two experts, as GShard does; return a loss that balances them.
-
-    A sequence is a group: an expert has room for its share of it, times `capacity`.
-    Tokens that find no room are left out, second choices first.
-
-    References:
-      Lepikhin et al., GShard: scaling giant models with conditional computation and
-        automatic sharding, 2020, https://arxiv.org/abs/2006.16668
-    """
-    half, experts = x.dtype, sizes["experts"]
-    room = math.ceil(sizes["capacity"] * _CHOSEN * x.shape[1] / experts)
-    logits = (x @ layer["router"].astype(half)).astype(jnp.float32)
-    probabilities = jax.nn.softmax(logits)
-    gates, chosen = jax.lax.top_k(probabilities, _CHOSEN)
-    gates = (gates / gates.sum(-1, keepdims=True)).astype(half)
-
-    taken, combine = 0, jnp.zeros((), half)
-    for i in range(_CHOSEN):
-        mask = jax.nn.one_hot(chosen[..., i], experts, dtype=jnp.int32)
-        place = taken + jnp.cumsum(mask, axis=1) - mask
-        taken = taken + mask.sum(1, keepdims=True)
-        place = jax.nn.one_hot((place * mask).sum(-1), room, dtype=half)
-        gate = gates[..., i, None] * mask.astype(half)
-        combine = combine + gate[..., :, None] * place[..., None, :]
-    dispatch = (combine > 0).astype(half)
-
-    gate, up, down = (layer[name].astype(half) for name in _MLP)
-    h = jnp.einsum("bsec,bsd->becd", dispatch, x)
-    gated = jax.nn.silu(jnp.einsum("becd,edf->becf", h, gate))
-    h = jnp.einsum("becf,efd->becd", gated * jnp.einsum("becd,edf->becf", h, up), down)
-    share = jax.nn.one_hot(chosen[..., 0], experts).mean(1)
-    balance = experts * (share * probabilities.mean(1)).sum(-1).mean()
-    return jnp.einsum("bsec,becd->bsd", combine, h), balance
-
-
-def _resnet(sizes: Sizes, dtype: str) -> image_models.ResNet:
-    # In float32 the dtypes are those of the inputs, which a policy may cast.
-    half = None if dtype == "float32" else jnp.dtype(dtype)
-    return image_models.ResNet(sizes["blocks"], sizes["width"], sizes["classes"], half)
-
-
-# Shapes: of the parameters, of what is kept from step to step, and of the batch.
-
-
-def _transformer_shapes(sizes: Sizes) -> tuple[Any, ...]:
-    params = transformer.init(sizes["layers"], sizes["width"], sizes["vocabulary"])
-    return params, (), zero_tokens(sizes)
-
-
-def _mlp_shapes(sizes: Sizes) -> tuple[Any, ...]:
-    widths, batch = [784, sizes["width"], sizes["width"], 10], sizes["batch"]
-    pairs = itertools.pairwise(widths)
-    params = [(jnp.zeros((n, m)), jnp.zeros(m)) for n, m in pairs]
-    return params, (), jnp.zeros((batch, 784)), integers(batch)
-
-
-def _shapes_of(make_model: MakeModel, make_batch: MakeShapes) -> MakeShapes:
-    """Return the shapes of a flax model, from those of what it takes and of a batch."""
-
-    def make_shapes(sizes):
-        inputs, batch = make_batch(sizes)
-        variables = make_model(sizes, "float32").init(jax.random.key(0), *inputs)
-        return variables["params"], variables.get("batch_stats", ()), *batch
-
-    return make_shapes
-
-
-def labelled_images(sizes: Sizes) -> tuple[Any, ...]:
-    images = zero_images(sizes)
-    return (images,), (images, integers(sizes["batch"]))
-
-
-def _noisy_images(sizes: Sizes) -> tuple[Any, ...]:
-    images = noise = zero_images(sizes)
-    times = labels = integers(sizes["batch"])
-    given = (times, labels) if "classes" in sizes else (times,)
-    return (images, *given), (images, noise, *given)
-
-
-def zero_images(sizes: Sizes) -> jax.Array:
-    side, channels = sizes["image"], sizes.get("channels", 3)
-    return jnp.zeros((sizes["batch"], side, side, channels))
-
-
-def _speech(sizes: Sizes) -> tuple[Any, ...]:
-    batch, frames = sizes["batch"], sizes["frames"]
-    spectra = jnp.zeros((batch, frames, sizes["features"]))
-    return (spectra,), (spectra, integers(batch, frames // 4))
-
-
-def _volumes(sizes: Sizes) -> tuple[Any, ...]:
-    shape = (sizes["batch"], *3 * [sizes["volume"]])
-    volumes = jnp.zeros((*shape, 1))
-    return (volumes,), (volumes, integers(*shape))
-
-
-def _graph(sizes: Sizes) -> tuple[Any, ...]:
-    nodes, edges = sizes["nodes"], sizes["edges"]
-    senders = receivers = integers(edges)
-    graph = jnp.zeros((nodes, 12)), jnp.zeros((edges, 7)), senders, receivers
-    return graph, (*graph, jnp.zeros((nodes, sizes["outputs"])))
-
-
-def _points(sizes: Sizes) -> tuple[Any, ...]:
-    times = places = forces = jnp.zeros((sizes["points"], 1))
-    return (times, places), (times, places, forces)
-
-
-def integers(*shape: int) -> jax.Array:
-    return jnp.zeros(shape, jnp.int32)
-
-
-def _llama_shapes(sizes: Sizes) -> tuple[Any, ...]:
-    width, hidden, words = sizes["width"], sizes["hidden"], sizes["vocabulary"]
-    kv_width = width * sizes["kv_heads"] // sizes["heads"]
-    experts = (sizes["experts"],) if "experts" in sizes else ()
-    layer = {
-        "norm_1": (width,),
-        "query": (width, width),
-        "key": (width, kv_width),
-        "value": (width, kv_width),
-        "out": (width, width),
-        "norm_2": (width,),
-        "gate": (*experts, width, hidden),
-        "up": (*experts, width, hidden),
-        "down": (*experts, hidden, width),
-        **({"router": (width, *experts)} if experts else {}),
-    }
-    params = {
-        "embedding": (words, width),
-        "norm": (width,),
-        "head": (width, words),
-        **{f"layer_{i}": layer for i in range(sizes["layers"])},
-    }
-    return transformer.zeros(params), (), zero_tokens(sizes)
-
-
-def _scanned_llama_shapes(sizes: Sizes) -> tuple[Any, ...]:
-    params, kept, tokens = _llama_shapes(sizes)
-    return transformer.stack(params), kept, tokens
-
-
-def _lstm_shapes(sizes: Sizes) -> tuple[Any, ...]:
-    width, words = sizes["width"], sizes["vocabulary"]
-    params = {
-        "embedding": (words, width),
-        "input": (width, 4 * width),
-        "recurrent": (width, 4 * width),
-        "bias": (4 * width,),
-        "head": (width, words),
-    }
-    tokens = zero_tokens(sizes | {"length": sizes["steps"] + 1})
-    return transformer.zeros(params), (), tokens
-
-
-def zero_tokens(sizes: Sizes) -> jax.Array:
-    return integers(sizes["batch"], sizes["length"])
-
-
-class Model(NamedTuple):
-    """A model that is compiled.
-
-    Attributes:
-      title: its name on the pages.
-      make_loss: takes a dtype and sizes, returns the loss.
-      make_shapes: takes sizes; returns the parameters, what is kept from step to step,
-        and the batch, as zeros.
-    """
-
-    title: str
-    make_loss: Callable[..., Loss]
-    make_shapes: MakeShapes
-
-    def shapes(self, sizes: Sizes) -> tuple[Any, ...]:
-        """Return the shapes of what `make_shapes` makes."""
-        return jax.eval_shape(lambda: self.make_shapes(sizes))
-
-
-def flax_model(
-    title: str,
-    module: Any,
-    make_batch: MakeShapes,
-    error: Callable[..., jax.Array] = _labels_error,
-) -> Model:
-    """Return a flax model, whose fields are its sizes.
-
-    Args:
-      title: its name on the pages.
-      module: the class of the model.
-      make_batch: takes sizes; returns the inputs of the model, and a batch.
-      error: takes the model as a function, and a batch; returns the loss.
-    """
-    names = {field.name for field in dataclasses.fields(module)}
-
-    def make_model(sizes, dtype):
-        fields = {name: value for name, value in sizes.items() if name in names}
-        return module(**fields, dtype=jnp.dtype(dtype))
-
-    def make_loss(dtype, sizes):
-        model = make_model(sizes, dtype)
-
-        def loss(params, *batch):
-            apply = functools.partial(model.apply, {"params": params})
-            return error(apply, *batch), ()
-
-        return loss
-
-    return Model(title, make_loss, _shapes_of(make_model, make_batch))
+def _criticism(model, real, false, share):
+    """Return the loss of the critic, with the penalty of its gradient."""
+    between = share * real + (1 - share) * false
+    slopes = jax.grad(lambda x: model(x).sum())(between)
+    norms = jnp.sqrt((slopes**2).sum((1, 2, 3)))
+    return (model(false) - model(real)).mean() + 10 * ((norms - 1) ** 2).mean()
 
 
 # By the names that arguments and results have.
 MODELS: dict[str, Model] = {
     "transformer": Model("transformer", transformer_loss, _transformer_shapes),
     "mlp": Model("MLP", mlp_loss, _mlp_shapes),
-    "cnn": Model("ResNet-50", cnn_loss, _shapes_of(_resnet, labelled_images)),
-    "unet": flax_model("U-Net", image_models.UNet, _noisy_images, _noise_error),
-    "vit": flax_model("ViT-S/16", image_models.ViT, labelled_images),
-    "llama": Model("Llama", llama_loss, _llama_shapes),
-    "moe": Model("mixture of experts", llama_loss, _llama_shapes),
+    "cnn": Model("ResNet-50", cnn_loss, _cnn_shapes),
+    "unet": flax_model(*("U-Net", families.UNet, _noise_error), IMAGES, IMAGES, LABELS),
+    "vit": flax_model("ViT-S/16", families.ViT, _labels_error, IMAGES, LABELS),
+    "llama": Model("Llama", llama.make_loss, _llama_shapes),
+    "moe": Model("mixture of experts", llama.make_loss, _llama_shapes),
     "lstm": Model("LSTM", lstm_loss, _lstm_shapes),
-    "llama in a scan": Model("Llama in a scan", llama_loss, _scanned_llama_shapes),
-    "conformer": flax_model("conformer", families.Conformer, _speech),
-    "convnext": flax_model("ConvNeXt", families.ConvNeXt, labelled_images),
-    "unet3d": flax_model("3D U-Net", families.UNet3D, _volumes),
-    "dit": flax_model("DiT", families.DiT, _noisy_images, _noise_error),
-    "gnn": flax_model("graph network", families.MeshGraphNet, _graph, _target_error),
-    "pinn": flax_model("PINN", families.Field, _points, _burgers_error),
+    "llama in a scan": Model("Llama in a scan", llama.make_loss, _scanned_llama_shapes),
+    "conformer": flax_model(
+        *("conformer", families.Conformer, _labels_error),
+        zeros("batch", "frames", "features"),
+        lambda sizes: integers("batch", sizes["frames"] // 4)(sizes),
+    ),
+    "convnext": flax_model(
+        *("ConvNeXt", families.ConvNeXt, _labels_error), IMAGES, LABELS
+    ),
+    "unet3d": flax_model(
+        *("3D U-Net", families.UNet3D, _labels_error),
+        zeros("batch", "volume", "volume", "volume", 1),
+        integers("batch", "volume", "volume", "volume"),
+    ),
+    "dit": flax_model(
+        *("DiT", families.DiT, _noise_error),
+        *2 * [zeros("batch", "image", "image", "channels")],
+        *(LABELS, LABELS),
+    ),
+    "gnn": flax_model(
+        *("graph network", families.MeshGraphNet, _target_error),
+        *(zeros("nodes", 12), zeros("edges", 7), integers("edges"), integers("edges")),
+        zeros("nodes", "outputs"),
+    ),
+    "pinn": flax_model(
+        *("PINN", families.Field, _burgers_error), *3 * [zeros("points", 1)]
+    ),
+}
+# Those that are compiled once.
+OTHERS: dict[str, Model] = {
+    "dlrm": flax_model(
+        *("DLRM", other_families.DLRM, _clicks),
+        *(zeros("batch", 13), integers("batch", "tables"), zeros("batch")),
+    ),
+    "swin": flax_model("Swin", other_families.Swin, _labels_error, IMAGES, LABELS),
+    "vae": flax_model(
+        *("VAE", other_families.VAE, _evidence), IMAGES, zeros("batch", "latent")
+    ),
+    "t5": flax_model("T5", other_families.T5, _translation, TOKENS, TOKENS),
+    "gemma": flax_model("Gemma", other_families.Gemma, _next_token, TOKENS),
+    "mamba": flax_model("Mamba", other_families.Mamba, _next_token, TOKENS),
+    "linear attention": flax_model(
+        "gated linear attention",
+        *(other_families.GatedLinearAttention, _next_token, TOKENS),
+    ),
+    "nerf": flax_model(
+        *("NeRF", other_families.NeRF, _colours, zeros("rays", 3), zeros("rays", 3)),
+        *(zeros("rays", "samples"), zeros("rays", 3)),
+    ),
+    "realnvp": flax_model("RealNVP", other_families.RealNVP, _likelihood, IMAGES),
+    "wgan": flax_model(
+        *("WGAN-GP, critic", other_families.Critic, _criticism),
+        *(IMAGES, IMAGES, zeros("batch", 1, 1, 1)),
+    ),
 }

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from benchmarks import convergence, step_overhead, train_step
-from benchmarks.common import compiled_tables, measured_tables, plots, storage
+from benchmarks.common import compiled_tables, measured_tables, storage
 from benchmarks.common.committed import load
 from benchmarks.common.measured_tables import train_steps
 from benchmarks.common.models import MODELS
@@ -18,6 +18,7 @@ from benchmarks.common.tasks import TITLES as TASK_TITLES
 from benchmarks.common.timing import ratios
 from benchmarks.fp8_accuracy import FIRST, FP8, HALF
 from benchmarks.train_step import TF32
+from examples.common import plots
 
 _COLORS = plots.BLUE, plots.VERMILION, plots.GREEN, plots.PURPLE, plots.ORANGE
 

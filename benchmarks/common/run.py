@@ -20,23 +20,15 @@ WIDTH = 160  # of a table that is printed
 
 
 class Found(NamedTuple):
-    """What a benchmark found.
+    """What a benchmark found."""
 
-    Attributes:
-      name: of the JSON file, without its ending.
-      result: for JSON.
-      tables: title to rows, to print.
-      notes: what else to print.
-      settings: what a result depends on beside the arguments and the environment.
-      device: that the result speaks of, where it is not this process' first.
-    """
-
-    name: str
+    name: str  # of the JSON file, without its ending
     result: Result
-    tables: dict[str, Rows]
-    notes: Iterable[str] = ()
+    tables: dict[str, Rows]  # title to rows, to print
+    notes: Iterable[str] = ()  # what else to print
+    # What a result depends on beside the arguments and the environment.
     settings: dict[str, Any] = {}
-    device: str | None = None
+    device: str | None = None  # that is spoken of, if not this process' first
 
 
 _OUT = inspect.Parameter(

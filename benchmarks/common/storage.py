@@ -36,21 +36,13 @@ WEIGHTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 class Storage(NamedTuple):
-    """How a training stores its numbers.
+    """How a training stores its numbers."""
 
-    Attributes:
-      compute: the dtype of the model, float32 or bfloat16.
-      weights: `"float32"`, or a key of `WEIGHTS`: parameters in bfloat16.
-      optimizer: a key of `OPTIMIZERS`.
-      state: the dtype of its moments: `"float32"`, `"bfloat16"` or `"8bit"`.
-      checked: whether `scale_aware` checks each step.
-    """
-
-    compute: str = HALF
-    weights: str = FLOAT32
-    optimizer: str = ADAM
-    state: str = FLOAT32
-    checked: bool = True
+    compute: str = HALF  # the dtype of the model
+    weights: str = FLOAT32  # or a key of `WEIGHTS`: parameters in bfloat16
+    optimizer: str = ADAM  # a key of `OPTIMIZERS`
+    state: str = FLOAT32  # the dtype of its moments, or "8bit"
+    checked: bool = True  # by `scale_aware`
 
     @property
     def param_dtype(self) -> Any:
@@ -60,12 +52,7 @@ class Storage(NamedTuple):
     def transformation(
         self, rate: Any, *first: optax.GradientTransformation
     ) -> optax.GradientTransformationExtraArgs:
-        """Return the optimiser.
-
-        Args:
-          rate: the learning rate, or a schedule.
-          *first: what changes the unscaled gradients before it, such as clipping.
-        """
+        """Return the optimiser, and `first` what changes the unscaled gradients."""
         tx: Any = optax.chain(*first, OPTIMIZERS[self.optimizer](rate))
         if self.state != FLOAT32:
             tx = jmp.low_precision_state(tx, self.state)

@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks.common import run
 from examples import digits, transformer
 from examples.common.data import batches, load_digits
-from examples.common.loop import Result, Run, train_side_by_side
+from examples.common.loop import Result, Run, ema_decay, train_side_by_side
 from examples.common.text import load_sources, text_batches
 from jmp_lite import NoOpLossScale, get_policy, scale_aware
 from jmp_lite.nnx import TrainState
@@ -32,35 +32,23 @@ Scores = dict[str, float]  # of the validation, by name
 
 
 class Way(NamedTuple):
-    """How a task is trained.
+    """How a task is trained."""
 
-    Attributes:
-      cast: takes its functions, plain float32 code, and returns what runs.
-      options: of `Task.make_run`.
-    """
-
-    cast: Cast = lambda fun: fun
-    options: dict[str, Any] = {}
+    cast: Cast = lambda fun: fun  # what runs, of plain float32 code
+    options: dict[str, Any] = {}  # of `Task.make_run`
 
 
 class Task(NamedTuple):
-    """What an example trains, of one seed, as plain float32 code.
+    """What an example trains, of one seed, as plain float32 code."""
 
-    Attributes:
-      loss_fn: `(params, other state, batch) -> loss`, or a pair of it and what is kept.
-      has_aux: whether it is a pair.
-      make_run: takes a loss function, and by name a policy, which says how parameters
-        are stored, and the optimiser.
-      batches: the batches.
-      other_state: takes a state, returns what `loss_fn` takes beside the parameters.
-      score: takes a cast and a state.
-    """
-
+    # (params, other state, batch) -> loss, or a pair of it and what is kept.
     loss_fn: Callable[..., Any]
-    has_aux: bool
+    has_aux: bool  # whether it is a pair
+    # Takes a loss function, and by name the optimiser and a policy, which says how
+    # parameters are stored.
     make_run: Callable[..., Run]
     batches: Callable[[], Iterator[Any]]
-    other_state: Callable[[Any], Any]
+    other_state: Callable[[Any], Any]  # of a state: what `loss_fn` takes of it
     score: Callable[[Cast, Any], Scores]
 
     def at_first(self) -> tuple[Any, Any, Any]:
@@ -99,7 +87,7 @@ def transformer_task(
                 model, policy, steps=steps, use_autocast=True, static_scale=0.0
             )
         else:
-            params, decay = policy.cast_to_param(model), transformer.ema_decay(steps)
+            params, decay = policy.cast_to_param(model), ema_decay(steps)
             state = TrainState.create(params, tx, ema_decay=decay)
         return Run(transformer.make_step(loss_fn), state)
 

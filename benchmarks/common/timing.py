@@ -23,13 +23,13 @@ def take_turns(
     steps: int,
     title: str,
 ) -> dict[str, Samples]:
-    """Run every program for a few steps in each round, in an order that rotates.
+    """Run every program for some steps in each of the rounds, in an order that rotates.
 
     Args:
       programs: name to `state -> state`, compiled; it may donate its state.
       states: name to the first state; each is replaced by the last one.
       rounds: how often each has its turn.
-      steps: how many steps make a turn; 1 or more.
+      steps: how many steps make a turn.
       title: what to write before the number of rounds.
 
     Returns:
@@ -74,15 +74,10 @@ def quartiles_text(values: Sequence[float]) -> str:
 def time_steps(
     contenders: Mapping[str, tuple[Step, Any]], batch: Any, **turns: Any
 ) -> dict[str, dict[str, Any]]:
-    """Compile train steps, and run them by turns.
-
-    Args:
-      contenders: name to `(state, batch) -> state`, and the first state.
-      batch: that of every step.
-      **turns: as `take_turns` has them.
+    """Compile train steps, with their first states, and run them by `take_turns`.
 
     Returns:
-      Per name what `take_turns` returns, and the processor seconds of compiling.
+      Per name what that returns, and the processor seconds of compiling.
 
     Raises:
       RuntimeError: a training has failed.

@@ -8,7 +8,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import flax
+import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import typer
 from rich.console import Console
 
@@ -18,6 +22,7 @@ from jmp_lite import Policy, get_policy
 from jmp_lite.states import TooManySkippedStepsError
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
+HEAD_WIDTH = 32  # of the transformers' attention
 
 
 def parse_policies(text: str, *, use_autocast: bool = False) -> dict[str, Policy]:
@@ -65,25 +70,28 @@ def check_loss_scale(loss_scale: float) -> float:
     )
 
 
-def check_out(out: Path) -> Path:
-    """Return a folder for results.
+def check_width(width: int) -> int:
+    """Return `--width`, of attention whose heads have `HEAD_WIDTH`.
 
     Raises:
-      typer.BadParameter: it holds results of committed code, and this code is not.
+      typer.BadParameter: it is no multiple.
     """
-    reason = results.why_not_into(out)
-    if reason:
-        raise typer.BadParameter(reason)
-    return out
+    if width % HEAD_WIDTH:
+        raise typer.BadParameter(f"expected a multiple of {HEAD_WIDTH}, got {width}.")
+    return width
 
 
 def make_out(out: Path) -> Path | None:
     """Return a folder for results, which now exists.
 
     Raises:
-      typer.BadParameter: as `check_out`; or it cannot be made.
+      typer.BadParameter: it holds results of committed code, and this code is not; or
+        it cannot be made.
     """
-    return make_folder(check_out(out))
+    reason = results.why_not_into(out)
+    if reason:
+        raise typer.BadParameter(reason)
+    return make_folder(out)
 
 
 def make_folder(path: Path | None) -> Path | None:
@@ -100,16 +108,23 @@ def make_folder(path: Path | None) -> Path | None:
     return path
 
 
-def check_settings(checkpoints: Path, settings: dict[str, Any]) -> None:
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that a training depends on."""
+    return {m.__name__: m.__version__ for m in (jax, flax, optax, np)}
+
+
+def check_settings(checkpoints: Path | None, settings: dict[str, Any]) -> None:
     """Write what a run is beside its checkpoints; refuse to go on with another one.
 
     Args:
-      checkpoints: the folder.
+      checkpoints: the folder, if there is one.
       settings: whatever the result depends on.
 
     Raises:
       typer.BadParameter: what is there was made with other settings.
     """
+    if checkpoints is None:
+        return
     path = checkpoints / "settings.json"
     text = json.dumps(settings, indent=1)
     if not path.exists():
@@ -166,6 +181,14 @@ LossScaleOption = Annotated[
     ),
 ]
 StepsOption = Annotated[int, typer.Option(min=1, help="Training steps.")]
+WidthOption = Annotated[
+    int,
+    typer.Option(
+        min=HEAD_WIDTH,
+        callback=check_width,
+        help=f"Features; a multiple of {HEAD_WIDTH}.",
+    ),
+]
 SeedOption = Annotated[int, typer.Option(min=0, help="The first seed.")]
 SeedsOption = Annotated[int, typer.Option(min=1, help="How many seeds.")]
 OutOption = Annotated[Path, typer.Option(callback=make_out, help="Where to write.")]

@@ -8,25 +8,26 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from examples.common import plots
+from examples.common.loop import Result
+from examples.common.memory import activation_bytes, tree_bytes
 from examples.common.results import write_result
 
-# Okabe and Ito's palette: told apart by colour-blind readers, and in grey as well.
-_COLORS = ["#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7"]
 # float32 lies beneath as a broad band: the runs on top of it should be on top of it.
-_STYLES = [
-    {"linewidth": 4.5, "alpha": 0.3},
-    {"linewidth": 1.4},
-    {"linewidth": 1.4, "linestyle": (0, (4, 2))},
-    {"linewidth": 1.8, "linestyle": (0, (1, 1))},
+LOOKS: list[dict[str, Any]] = [
+    {"color": plots.BLACK, "linewidth": 4.5, "alpha": 0.3},
+    {"color": plots.VERMILION, "linewidth": 1.4},
+    {"color": plots.BLUE, "linewidth": 1.4, "linestyle": (0, (4, 2))},
+    {"color": plots.GREEN, "linewidth": 1.8, "linestyle": (0, (1, 1))},
 ]
 
 _NOTE = (
@@ -40,21 +41,13 @@ Run = dict[str, Any]  # the figures of a run, as they are in JSON
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """What runs are judged by.
+    """What runs are judged by."""
 
-    Attributes:
-      key: its name in results.json.
-      column: its name in the table, two words.
-      text: how its mean is written.
-      short_text: how the score of one run is written.
-      unit: what it is divided by where it is written, 0.01 for percent.
-    """
-
-    key: str
-    column: str
-    text: str
-    short_text: str
-    unit: float = 1.0
+    key: str  # in results.json
+    column: str  # in the table, two words
+    text: str  # how the mean is written
+    short_text: str  # how the score of one run is written
+    unit: float = 1.0  # what is written is divided by it: 0.01 for percent
 
     @property
     def title(self) -> str:
@@ -73,52 +66,63 @@ class Score:
 ACCURACY = Score("test_accuracy", "test acc. %", "{:.2f}", "{:.1f}", unit=0.01)
 
 
-@dataclasses.dataclass
-class Record:
-    """One training run, what it is judged by, and further columns of the table.
+class Record(NamedTuple):
+    """One training run: its figures, and its metrics `[steps]`."""
 
-    `model` is "" where there is only one.
-    """
-
-    model: str
-    policy: str
-    seed: int
-    score: float
-    step_ms: float
-    param_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int
+    figures: Run
     history: dict[str, np.ndarray]
-    columns: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def figures(self, score: Score) -> Run:
-        """Return all but the history; the final loss is a mean over 20 steps."""
-        figures = {**vars(self), score.key: self.score}
-        del figures["history"], figures["score"]
-        return figures | {
-            "final_loss": float(np.mean(self.history["loss"][-20:])),
-            "skipped_steps": int(self.history["skipped_steps"][-1]),
-            "loss_scale": float(self.history["loss_scale"][-1]),
-        }
+
+def make_record(
+    result: Result,
+    loss_fn: Callable[[Any, Any], jax.Array],
+    batch: Any,
+    *,
+    model: str = "",
+    policy: str,
+    seed: int,
+    columns: dict[str, float] | None = None,
+    **score: float,
+) -> Record:
+    """Return what is kept of a run.
+
+    Args:
+      result: the run.
+      loss_fn: `(params, batch) -> loss`, whose activations are counted.
+      batch: the one that they are counted for.
+      model: its name, where there are several.
+      policy: its name.
+      seed: of the run.
+      columns: further columns of the table.
+      **score: what it is judged by, under `Score.key`.
+    """
+    state, history = result.state, result.history
+    figures = {
+        "model": model,
+        "policy": policy,
+        "seed": seed,
+        "step_ms": result.step_ms,
+        "param_bytes": tree_bytes(state.params),
+        "optimizer_bytes": tree_bytes(state.opt_state),
+        "activation_bytes": activation_bytes(loss_fn, state.params, batch),
+        "columns": columns or {},
+        **score,
+        "final_loss": float(np.mean(history["loss"][-20:])),
+        "skipped_steps": int(history["skipped_steps"][-1]),
+        "loss_scale": float(history["loss_scale"][-1]),
+    }
+    return Record(figures, history)
 
 
 @dataclasses.dataclass
 class TinyGradients:
-    """Runs on a loss × `weight`, so small that float16 needs a scale; by run's name.
-
-    Attributes:
-      weight: what the loss was multiplied by.
-      reference: the name of the float32 run.
-      first_scale: the loss scale of the first step that was taken.
-      flushed: the share of the reference's non-zero gradient entries that are 0.
-      history: metrics `[steps]`.
-    """
+    """Runs on a loss × `weight`, so small that float16 needs a scale; by run's name."""
 
     weight: float
-    reference: str
-    first_scale: dict[str, float]
-    flushed: dict[str, float]
-    history: dict[str, dict[str, np.ndarray]]
+    reference: str  # the name of the float32 run
+    first_scale: dict[str, float]  # of the first step that was taken
+    flushed: dict[str, float]  # share of the reference's non-zero gradients that are 0
+    history: dict[str, dict[str, np.ndarray]]  # metrics `[steps]`
 
     def figures(self) -> dict[str, Any]:
         """Return all but the history, and the first and the final losses."""
@@ -250,7 +254,7 @@ def publish(
       notes: what else to say beneath it.
       tiny: a second table and a column of the figure.
     """
-    results: dict[str, Any] = {"runs": [record.figures(score) for record in records]}
+    results: dict[str, Any] = {"runs": [record.figures for record in records]}
     histories: dict[str, Any] = {"runs": [plain(r.history) for r in records]}
     tables = [summarise(results["runs"], score, by_seed=has_seeds(results["runs"]))]
     console.print(
@@ -269,7 +273,8 @@ def publish(
     (out / "history.json").write_text(json.dumps(histories))
     text = "\n".join([f"**{title}**\n", *map(markdown_table, tables)])
     (out / "table.md").write_text(text)
-    first_seed = [r for r in records if r.seed == records[0].seed]
+    seed = records[0].figures["seed"]
+    first_seed = [r for r in records if r.figures["seed"] == seed]
     save_figure(first_seed, score, tiny, out / f"{name}.png")
     console.print(
         f"Wrote {name}.png, table.md, results.json and history.json into {out}."
@@ -286,9 +291,9 @@ def save_figure(
 ) -> None:
     """Draw losses above and loss scales below, a column per model."""
     columns = {}
-    for record in records:
-        label = f"{record.policy} ({score.of(record.figures(score))})"
-        columns.setdefault(record.model, {})[label] = record.history
+    for run, history in records:
+        label = f"{run['policy']} ({score.of(run)})"
+        columns.setdefault(run["model"], {})[label] = history
     titles = {
         model: f"{model.upper()}, {score.column} in brackets" if model else score.title
         for model in columns
@@ -302,24 +307,23 @@ def save_figure(
             f"MLP, loss × $2^{{{math.log2(tiny.weight):g}}}$: what the scale is for"
         )
 
-    fig = Figure(figsize=(4.6 * len(columns) + 0.6, 6), layout="constrained")
-    axes = fig.subplots(
-        2, len(columns), height_ratios=[3, 2], sharex="col", squeeze=False
-    )
-    for (name, runs), (top, bottom) in zip(columns.items(), axes.T, strict=True):
+    size, n = (4.6 * len(columns) + 0.6, 6), len(columns)
+    figure, axes = plots.panels(2, n, size, height_ratios=[3, 2], sharex="col")
+    for i, (name, runs) in enumerate(columns.items()):
+        top, bottom = axes[i], axes[n + i]
         # The third of the tiny runs is not bfloat16: it looks different from it.
-        looks = [_look(i) for i in ((0, 1, 3) if name == "tiny" else range(len(runs)))]
+        looks = [LOOKS[0], LOOKS[1], LOOKS[3]] if name == "tiny" else LOOKS
         _draw_losses(top, runs, looks)
         _draw_scales(bottom, runs, looks)
         top.set_title(titles[name], fontsize=11)
         bottom.set_xlabel("step")
-    axes[0, 0].set_ylabel("training loss (running mean)")
-    axes[1, 0].set_ylabel("loss scale")
-    fig.savefig(path, dpi=100)
+    axes[0].set_ylabel("training loss (running mean)")
+    axes[n].set_ylabel("loss scale")
+    figure.savefig(path, dpi=100)
 
 
 def _draw_losses(ax: Axes, runs: Histories, looks: list[dict[str, Any]]) -> None:
-    for (label, history), look in zip(runs.items(), looks, strict=True):
+    for (label, history), look in zip(runs.items(), looks, strict=False):
         loss = history["loss"]
         window = max(1, min(10, len(loss) // 10))
         smooth = np.convolve(loss, np.ones(window) / window, mode="valid")
@@ -328,12 +332,11 @@ def _draw_losses(ax: Axes, runs: Histories, looks: list[dict[str, Any]]) -> None
     smallest, largest = ax.dataLim.intervaly
     ax.set_yscale("log" if largest > 10 * smallest else "linear")
     ax.legend(frameon=False, fontsize=9)
-    ax.grid(alpha=0.25)
 
 
 def _draw_scales(ax: Axes, runs: Histories, looks: list[dict[str, Any]]) -> None:
     drawn = False
-    for history, look in zip(runs.values(), looks, strict=True):
+    for history, look in zip(runs.values(), looks, strict=False):
         scale, taken = history["scale_used"], history["last_finite"]
         steps = np.arange(len(scale))
         skipped = steps[~taken]
@@ -352,18 +355,10 @@ def _draw_scales(ax: Axes, runs: Histories, looks: list[dict[str, Any]]) -> None
             label=f"{len(skipped)} of {len(steps)} steps skipped",
         )
     ax.set_yscale("log", base=2)
-    ax.grid(alpha=0.25)
     if drawn:
         ax.legend(frameon=False, fontsize=9)
     else:
         ax.text(0.5, 0.5, "no loss scale", ha="center", transform=ax.transAxes)
-
-
-def _look(index: int) -> dict[str, Any]:
-    return {
-        "color": _COLORS[index % len(_COLORS)],
-        **_STYLES[index % len(_STYLES)],
-    }
 
 
 def _range(values: list[Any], text: Callable[[Any], str] = str) -> str:

@@ -1,4 +1,4 @@
-"""Colours and panels of the benchmarks' figures."""
+"""Colours and panels of figures."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
