@@ -130,11 +130,3 @@ def test_a_page_that_says_other_than_it_prints_is_seen(
     document.write_text(text, "utf-8")
     with pytest.raises(AssertionError):
         run_blocks(document, monkeypatch)
-
-
-def test_the_first_page_and_all_pages_are_short() -> None:
-    """A reader has minutes for the first. The reference is looked up, not read."""
-    counts = {page: len(page.read_text("utf-8").split()) for page in DOCUMENTS}
-    assert counts[ROOT / "README.md"] <= 900
-    read = [n for page, n in counts.items() if page.parent.name != "reference"]
-    assert sum(read) <= 28_000

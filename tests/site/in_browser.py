@@ -160,9 +160,9 @@ def wide_parts(browser: Any, width: int) -> list[str]:
 # What is typed, by the page that is among the first four to be found.
 SEARCHED = {
     "faq": (
-        "autocast disabled; jupyter; TraceContextError; running_var nan; batchnorm half; "
-        "schedule_free; decay masks; is a loss scale needed in bfloat16; bfloat16 or "
-        "float16; from float16 to bfloat16; keep one layer in float32; param_dtype"
+        "autocast disabled; jupyter; TraceContextError; running_var nan; decay masks; "
+        "batchnorm half; schedule_free; is a loss scale needed in bfloat16; bfloat16 "
+        "or float16; from float16 to bfloat16; keep one layer in float32; param_dtype"
     ),
     "recipes/serving": "export; KV cache",
     "trouble/dtypes": (
