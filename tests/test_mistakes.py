@@ -4,7 +4,6 @@ Each row is a call and words that its error has, in this order: what was got, wh
 expected, what to do.
 """
 
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -249,6 +248,7 @@ OPTIMISERS: list[Row] = [
     (lambda: ROUNDING.update(H, (), H), "state of stochastic_rounding", "tuple"),
     (lambda: jmp.low_precision_state(optax.adam), "transformation", "Call it: adam("),
     (lambda: jmp.low_precision_state(ADAM, "float16"), "'8bit'", "got 'float16'"),
+    (lambda: jmp.low_precision_state(ADAM, {"mu": "8bit"}), "got {'mu': '8bit'}"),
     (lambda: jmp.low_precision_state(ADAM, rules={"(": "8bit"}), "regular", "'('"),
     (lambda: jmp.low_precision_state(ADAM, rules={"w": "int4"}), "got 'int4'"),
     (lambda: jmp.low_precision_state(ADAM, rules=["w"]), "a mapping", "got ['w']"),
