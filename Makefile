@@ -79,7 +79,6 @@ tables: $(VENV)/demo.stamp  ## Write the tables of README and docs anew, from th
 
 figures: $(VENV)/demo.stamp  ## Draw the figures of docs/images anew that small programs make.
 	$(BIN)/python -m benchmarks.figures
-	$(BIN)/python docs/diagrams.py
 
 notebook: $(VENV)/demo.stamp  ## Make examples/quickstart.ipynb of docs/ten_minutes.md anew.
 	$(BIN)/python -m examples.make_notebook

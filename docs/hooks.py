@@ -1,14 +1,7 @@
-"""What MkDocs adds: files outside of docs/, the changelog and the benchmarks, a check.
+"""What MkDocs adds: files outside of docs/, the changelog and the benchmarks."""
 
-The build fails if a public name is not in the reference, is there twice, or has no
-docstring with an example. The sources are parsed, not imported.
-"""
-
-import ast
 import re
 import tomllib
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,57 +10,41 @@ _ROOT = Path(__file__).parent.parent
 # Pages of the site whose text is a file outside of docs/. Of that of the benchmarks,
 # which would be a page of 21,000 px, each has some sections; "" is what begins it.
 _CHANGELOG, _BENCHMARKS = "CHANGELOG.md", "benchmarks/README.md"
-_INCLUDED = {
-    "changelog.md": (_CHANGELOG, None),
-    "benchmarks.md": (_BENCHMARKS, ("", "train_step", "memory", "Run them yourself")),
-    "benchmarks/programs.md": (_BENCHMARKS, ("programs",)),
-    "benchmarks/families.md": (_BENCHMARKS, ("Families of models",)),
+_SECTIONS = {
+    "benchmarks.md": ("", "train_step", "memory", "Run them yourself"),
+    "benchmarks/programs.md": ("programs",),
+    "benchmarks/families.md": ("Families of models",),
     "benchmarks/losses.md": (
-        _BENCHMARKS,
-        (
-            "convergence",
-            "Runs of the examples",
-            "fp8_accuracy",
-            "storage_accuracy",
-        ),
+        *("convergence", "Runs of the examples", "fp8_accuracy", "storage_accuracy"),
     ),
-    "benchmarks/overhead.md": (_BENCHMARKS, ("step_overhead", "autocast_trace")),
+    "benchmarks/overhead.md": ("step_overhead", "autocast_trace"),
 }
 _PICTURES = (".png", ".svg")
 _COPIED = "outside"  # where files from outside docs/ are on the site
 _LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
-_DIRECTIVE = re.compile(r"^::: (\S+)$", re.M)
-_NAMES = re.compile(r"`(\w+)")
 
 
 def on_config(config: Any, **kwargs: Any) -> Any:
-    """Set where pages are edited; fail if the reference lacks something."""
+    """Set where pages are edited, once a release has filled in the repository."""
     del kwargs
-    if home := repository():
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    if home := project.get("urls", {}).get("Repository"):
         config |= {"repo_url": home, "repo_name": home.rpartition("/")[2]}
         config["edit_uri"] = "edit/main/docs/"
-    if faults := list(reference_faults()):
-        from mkdocs.exceptions import PluginError  # the tests need no MkDocs
-
-        raise PluginError("\n".join(faults))
     return config
 
 
 def on_files(files: Any, *, config: Any, **kwargs: Any) -> Any:
     """Take what pages show or link outside of docs/ into the site: it needs no host."""
     del kwargs
-    from mkdocs.structure.files import File
+    from mkdocs.structure.files import File  # the tests need no MkDocs
 
     for page in files.documentation_pages():
         for path in _outside(page.src_uri.count("/")).findall(page.content_string):
             path = path.partition("#")[0]
-            if path in (_CHANGELOG, _BENCHMARKS):
-                continue
-            if _copy_of(path) not in files.src_uris:
-                file = File.generated(
-                    config, _copy_of(path), abs_src_path=str(_ROOT / path)
-                )
-                files.append(file)
+            copy, source = _copy_of(path), str(_ROOT / path)
+            if path not in (_CHANGELOG, _BENCHMARKS) and copy not in files.src_uris:
+                files.append(File.generated(config, copy, abs_src_path=source))
     return files
 
 
@@ -77,10 +54,11 @@ def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
     What is included stands below the title.
     """
     del kwargs
-    up = "../" * page.file.src_uri.count("/")
-    if page.file.src_uri in _INCLUDED:
+    uri = page.file.src_uri
+    up = "../" * uri.count("/")
+    if uri == "changelog.md" or uri in _SECTIONS:
         title, _, below = markdown.partition("\n")
-        text = _included(page.file.src_uri)
+        text = _included(uri)
         text = _LINK.sub(lambda match: _on_site(match, up), text)
         markdown = f"{title}\n{text}{below}"
 
@@ -94,31 +72,24 @@ def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
 
 
 def _included(page: str) -> str:
-    """Return the text that a page has of a file outside of docs/."""
-    source, wanted = _INCLUDED[page]
-    text = (_ROOT / source).read_text("utf-8").partition("\n")[2]
-    if wanted is None:
-        return text
-    sections = dict(_sections(text))
-    return "".join(sections[name] for name in wanted)
-
-
-def _sections(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the sections of a text by their headings, first what is above them all."""
+    """Return the text that a page has of a file outside of docs/, without its title."""
+    if page == "changelog.md":
+        return (_ROOT / _CHANGELOG).read_text("utf-8").partition("\n")[2]
+    text = (_ROOT / _BENCHMARKS).read_text("utf-8").partition("\n")[2]
     begin, *rest = re.split(r"^(?=## )", text, flags=re.M)
-    yield "", begin
-    for section in rest:
-        yield section.partition("\n")[0].removeprefix("## "), section
+    sections = {x.partition("\n")[0].removeprefix("## "): x for x in rest}
+    return "".join(({"": begin} | sections)[name] for name in _SECTIONS[page])
 
 
 def _page_of(source: str, place: str) -> str:
     """Return the page of the site that has a heading of a file outside of docs/."""
-    pages = [page for page, (path, _) in _INCLUDED.items() if path == source]
-    for page in pages:
+    if source == _CHANGELOG:
+        return "changelog.md"
+    for page in _SECTIONS:
         headings = re.findall(r"^##+ (.+)$", _included(page), re.M)
         if place in (re.sub(r"[^\w-]+", "-", x.lower()) for x in headings):
             return page
-    return pages[0]
+    return "benchmarks.md"
 
 
 def on_page_content(html: str, **kwargs: Any) -> str:
@@ -137,8 +108,13 @@ def on_post_page(output: str, **kwargs: Any) -> str:
     return re.sub(r"<table>.*?</table>", _fitting, output, flags=re.S)
 
 
+# Where a name may break: in it, and behind brackets and commas, as in
+# `tx.<wbr>update(<wbr>grads, opt_<wbr>state)`.
+_BREAK = re.compile(r"(?<=[_(,=/])(?=[^\s)])|(?<=\.)(?=[A-Za-z_])")
+
+
 def _fitting(table: re.Match[str]) -> str:
-    text = re.sub(r"(<code>)([^<]*)", lambda code: code[1] + _breaks(code[2]), table[0])
+    text = re.sub(r"(?<=<code>)[^<]*", lambda c: _BREAK.sub("<wbr>", c[0]), table[0])
     titles = [
         re.sub("<[^>]+>", "", title).replace('"', "&quot;")
         for title in re.findall(r"<th\b[^>]*>(.*?)</th>", text, re.S)
@@ -151,16 +127,6 @@ def _fitting(table: re.Match[str]) -> str:
         return re.sub("<td", lambda _: f'<td data-title="{next(shown)}"', row[0])
 
     return re.sub(r"<tr>.*?</tr>", with_titles, text, flags=re.S)
-
-
-def _breaks(code: str) -> str:
-    """Return code whose lines may break in names, and behind brackets and commas.
-
-    Examples:
-      >>> _breaks("tx.update(grads, opt_state)")
-      'tx.<wbr>update(<wbr>grads, opt_<wbr>state)'
-    """
-    return re.sub(r"(?<=[_(,=/])(?=[^\s)])|(?<=\.)(?=[A-Za-z_])", "<wbr>", code)
 
 
 _DARK = re.compile(
@@ -197,84 +163,9 @@ def _outside(depth: int) -> re.Pattern[str]:
     return re.compile(rf"\]\(\s*{up}([^)\s]+)\s*\)")
 
 
-def repository() -> str | None:
-    """Return the address of the repository, None until a release has filled it in."""
-    project = tomllib.loads((_ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    return project.get("urls", {}).get("Repository")
-
-
 def _copy_of(path: str) -> str:
     """Return where a file outside of docs/ is on the site.
 
     A page of Markdown would be a page of the site, with links of its own.
     """
     return f"{_COPIED}/{path}" + ".txt" * (not path.endswith(_PICTURES))
-
-
-def reference_faults(root: Path = _ROOT) -> Iterator[str]:
-    """Yield what is wrong with the public names and the pages that document them."""
-    pages = [root / "docs" / "reference.md", *(root / "docs").glob("reference/*.md")]
-    documented = Counter(
-        name for page in pages for name in _DIRECTIVE.findall(page.read_text("utf-8"))
-    )
-    public = dict(_public_names(root))
-    with_example = {
-        name.rpartition(".")[2] for name, doc in public.items() if ">>> " in doc
-    }
-    for name, doc in public.items():
-        if documented[name] != 1:
-            yield (
-                f"{name} is {documented[name]} times in docs/reference, expected once: "
-                f"`::: {name}`"
-            )
-        if not doc:
-            yield f"{name} has no docstring"
-        # The example of a function also shows the class that it returns.
-        is_class = name.rpartition(".")[2][0].isupper()
-        elsewhere = is_class and {*_NAMES.findall(doc)} & with_example
-        if doc and ">>> " not in doc and not elsewhere:
-            yield f"{name} has no example, and names no function that has one"
-        # What stands before a colon would be shown as the type of the result.
-        if re.search(r"^Returns:\n[^\n]*:( |$)", doc, re.M):
-            yield f"{name} has a colon in the first line of its Returns"
-    for name in documented:
-        if name not in public:
-            yield f"{name} is in docs/reference, but is not public"
-
-
-def _public_names(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield the full name of everything in an `__all__`, and its docstring."""
-    namespaces = sorted((root / "jmp_lite").glob("[!_]*.py"))
-    for path in (root / "jmp_lite" / "__init__.py", *namespaces):
-        tree = _parse(path)
-        names = next(
-            ast.literal_eval(node.value)
-            for node in tree.body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "__all__"
-        )
-        origins = {
-            alias.asname or alias.name: node.module
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.module
-            for alias in node.names
-        }
-        for name in names:
-            module = "jmp_lite" if path.stem == "__init__" else f"jmp_lite.{path.stem}"
-            source = root / (origins[name].replace(".", "/") + ".py")
-            yield f"{module}.{name}", _docstring(_parse(source), name)
-
-
-def _parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _docstring(tree: ast.Module, name: str) -> str:
-    """Return the docstring of a name at the top of a module; "" if there is none."""
-    # Backwards: the overloads of a function stand above it.
-    for node, after in reversed([*zip(tree.body, [*tree.body[1:], None], strict=True)]):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            return ast.get_docstring(node) or ""
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets) == name:
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                return str(after.value.value)
-    return ""

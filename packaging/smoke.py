@@ -18,15 +18,16 @@ from jmp_lite.__main__ import main
 X, Y = jnp.ones((8, 4), jnp.float32), jnp.full((8, 1), 3.0, jnp.float32)
 
 
+def params_of(value):
+    return {"w1": jnp.full((4, 16), value), "w2": jnp.full((16, 1), value)}
+
+
 def plain_loss(params, x, y):
     return jnp.mean((jax.nn.relu(x @ params["w1"]) @ params["w2"] - y) ** 2)
 
 
 def try_core():
-    params = {
-        "w1": jnp.full((4, 16), 0.1, jnp.float32),
-        "w2": jnp.full((16, 1), 0.1, jnp.float32),
-    }
+    params = params_of(0.1)
     # The first scale is above the range of float16: the first steps are skipped.
     tx = jmp.scale_aware(optax.adam(0.02), jmp.DynamicLossScale(2.0**24))
     loss_fn = jmp.autocast(plain_loss, "mixed_float16")
@@ -54,9 +55,7 @@ def try_checkpoint():
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.save(folder, state, step=1)
         restored = checkpoint.restore(folder, state).state
-    assert jax.tree.all(
-        jax.tree.map(lambda a, b: bool((a == b).all()), state, restored)
-    )
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), state, restored))
 
 
 def try_completion():
@@ -83,11 +82,8 @@ def try_flax():
 def try_numerics():
     import rich
 
-    params = {
-        "w1": jnp.full((4, 16), 1e3, jnp.float32),
-        "w2": jnp.full((16, 1), 1e3, jnp.float32),
-    }
-    report = jmp.numerics.dry_run(plain_loss, "mixed_float16")(params, X, Y)
+    dry_run = jmp.numerics.dry_run(plain_loss, "mixed_float16")
+    report = dry_run(params_of(1e3), X, Y)
     rich.print(report.table())
     with tempfile.NamedTemporaryFile(suffix=".png") as file:
         report.plot().savefig(file.name)

@@ -6,9 +6,9 @@ imports, and those of unstable JAX outside of compat.py, are refused by ruff.
 """
 
 import ast
+import functools
 import graphlib
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,66 +51,16 @@ VERSION_NAMES = ("__version__", "__version_info__", "importlib.metadata")
 LOADED_WHERE_USED = ("equinox", "flax", "matplotlib", "orbax", "rich", "shtab", "typer")
 
 
-# The checker.
-
-
-def _find_in_file(path: Path) -> Iterator[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    first, *rest = path.relative_to(PACKAGE).parts
-    if first != "_src":
-        if path.stem not in PUBLIC or rest:
-            yield "is neither private, in _src, nor in PUBLIC"
-        elif path.stem != "__main__":
-            yield from _find_beyond_reexports(tree)
-        return
-    room = rest[0].removesuffix(".py")
-    if room not in FLOORS:
-        yield "has no floor: give it one in FLOORS"
-        return
-    imports = _list_imports(tree)
-    for name in imports:
-        yield from _find_upward_import(name, room)
-    if room != "compat":
-        nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-        for name in [*imports, *map(ast.unparse, nodes)]:
-            if any(f".{version}." in f".{name}." for version in VERSION_NAMES):
-                yield f"uses {name}: only compat.py asks for a version"
-
-
-def _list_imports(tree: ast.Module) -> list[str]:
+@functools.cache
+def imports_of(path: Path) -> list[str]:
     """Name everything imported in full: `from a.b import c` is `a.b.c`."""
     names = []
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names += [f"{node.module}.{alias.name}" for alias in node.names]
     return names
-
-
-def _find_upward_import(name: str, room: str) -> Iterator[str]:
-    if name.partition(".")[0] == PACKAGE.name:
-        target = name.removeprefix(f"{PACKAGE.name}._src.").partition(".")[0]
-        floor = FLOORS.get(target, math.inf)  # what is public has none
-        if target != room and floor >= FLOORS[room]:
-            yield f"imports {name}: floor {floor} from floor {FLOORS[room]}"
-
-
-def _find_beyond_reexports(tree: ast.Module) -> Iterator[str]:
-    start = 1 if ast.get_docstring(tree) is not None else 0
-    for node in tree.body[start:]:
-        match node:
-            case ast.Import() | ast.ImportFrom():
-                continue
-            case ast.If(test=test) if ast.unparse(test) == "_typing.TYPE_CHECKING":
-                continue
-            case ast.FunctionDef(name="__getattr__" | "__dir__"):  # of a lazy import
-                continue
-            case ast.With(body=body) if {type(b) for b in body} == {ast.ImportFrom}:
-                continue
-            case ast.Assign(targets=[ast.Name(id="__all__" | "__version__")]):
-                continue
-        yield f"line {node.lineno}: only re-exports belong here"
 
 
 def load(*statements: str) -> list[set[str]]:
@@ -123,12 +73,27 @@ def load(*statements: str) -> list[set[str]]:
     return [set(line.split()) for line in out.splitlines()]
 
 
-# The house.
+def test_imports_run_down_the_layers() -> None:
+    for path in (PACKAGE / "_src").rglob("*.py"):
+        room = path.relative_to(PACKAGE / "_src").parts[0].removesuffix(".py")
+        assert room in FLOORS, f"{path} has no floor: give it one in FLOORS"
+        for name in imports_of(path):
+            if not name.startswith(f"{PACKAGE.name}."):
+                continue
+            target = name.removeprefix(f"{PACKAGE.name}._src.").partition(".")[0]
+            floor = FLOORS.get(target, math.inf)  # what is public has none
+            assert target == room or floor < FLOORS[room], f"{path} imports {name}"
 
 
-def test_the_package_keeps_its_rules() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        assert list(_find_in_file(path)) == [], path
+def test_what_is_not_private_is_for_users() -> None:
+    others = {path.stem for path in PACKAGE.rglob("*.py") if "_src" not in path.parts}
+    assert others == {*PUBLIC}
+
+
+def test_only_compat_asks_for_a_version() -> None:
+    for path in (PACKAGE / "_src").rglob("*.py"):
+        asks = any(name in path.read_text("utf-8") for name in VERSION_NAMES)
+        assert asks == (path.stem == "compat"), path
 
 
 def test_no_modules_import_each_other() -> None:
@@ -138,7 +103,7 @@ def test_no_modules_import_each_other() -> None:
     }
     graph = {}
     for name, path in modules.items():
-        imports = _list_imports(ast.parse(path.read_text(encoding="utf-8")))
+        imports = imports_of(path)
         # A name of a module, or of something in one.
         parents = [i.rpartition(".")[0] for i in imports if i not in modules]
         graph[name] = {i for i in (*imports, *parents) if i in modules}
@@ -148,8 +113,7 @@ def test_no_modules_import_each_other() -> None:
 def test_private_modules_are_imported_by_the_package_and_its_tests_alone() -> None:
     for folder in (ROOT / "examples", ROOT / "benchmarks"):
         for path in folder.rglob("*.py"):
-            imports = _list_imports(ast.parse(path.read_text(encoding="utf-8")))
-            assert not [name for name in imports if "jmp_lite._src" in name], path
+            assert not [x for x in imports_of(path) if "jmp_lite._src" in x], path
 
 
 def test_modules_are_loaded_when_they_are_needed() -> None:

@@ -212,7 +212,6 @@ def test_all_is_sorted_and_complete(name):
 def test_dir_has_the_public_names_and_namespaces_and_no_other_module():
     names = [name for name in dir(jmp) if not name.startswith("__")]
     assert names == sorted([*jmp.__all__, *(m.partition(".")[2] for m in MODULES[1:])])
-    assert len(jmp.__all__) <= 28
     for module in map(importlib.import_module, MODULES[1:]):
         shown = [name for name in dir(module) if not name.startswith("_")]
         assert shown == module.__all__
@@ -248,20 +247,11 @@ def test_a_public_object_is_defined_in_the_package(name):
 
 
 @pytest.mark.parametrize("name", sorted({*DOCUMENTED} - {*ERRORS}))
-def test_parameters_are_documented_and_an_example_checks_something(name):
-    value, found = DOCUMENTED[name], sections(DOCUMENTED[name])
-    heading = "Attributes" if name in STATES else "Args"
-    documented = re.findall(r"^  ([*\w]+): \S", found.get(heading, ""), re.M)
-    if name in STATES:
-        assert documented == list(value._fields)
-        return  # the examples of what makes them show them
-    assert documented == parameters(value)
-    lines = [line.strip() for line in found.get("Examples", "").strip().splitlines()]
-    assert any(line.startswith(">>> ") for line in lines)
-    # It is a doctest: the run collects the package (`testpaths`). A function that only
-    # raises shows that it does not.
-    checks = not lines[-1].startswith((">>>", "..."))
-    assert checks or inspect.signature(value).return_annotation is None
+def test_parameters_are_documented(name):
+    value, is_state = DOCUMENTED[name], name in STATES
+    text = sections(value).get("Attributes" if is_state else "Args", "")
+    expected = [*value._fields] if is_state else parameters(value)
+    assert re.findall(r"^  ([*\w]+): \S", text, re.M) == expected
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -469,11 +459,3 @@ def test_an_optimiser_speaks_optaxs_protocol(name):
     updates, _ = chained.update(GRADS, chained.init(PARAMS), PARAMS, unknown=1)
     expected, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
     chex.assert_trees_all_equal(updates, expected)
-
-
-@pytest.mark.parametrize("name", sorted({*CLASSES} - {*ERRORS, *STATES}))
-def test_every_public_method_has_a_docstring(name):
-    for method, member in vars(DOCUMENTED[name]).items():
-        if callable(member) or isinstance(member, property):
-            documented = (member.__doc__ or "").strip()
-            assert documented or method.startswith("_"), method

@@ -4,7 +4,6 @@ Each row is a call and words that its error has, in this order: what was got, wh
 expected, what to do.
 """
 
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -154,11 +153,9 @@ POLICIES: list[Row] = [
     (lambda: jmp.get_policy("c=f16,c=bf16"), "Cannot read 'c=bf16'", "at most once"),
     (lambda: jmp.get_policy("computation=f16"), "'computation=f16'", "compute="),
     (lambda: jmp.get_policy(None), "its string, got None", "No casts: 'float32'."),
-    (lambda: jmp.get_policy(""), "''", "mixed_float16"),
     (lambda: MIXED.with_output_dtype("f99"), "Unknown dtype 'f99'"),
     (lambda: MIXED.check_device("gpu"), "got 'gpu'", "write jax.devices('gpu')[0]"),
     (lambda: jmp.PolicyMap({".*": "f32"}, "full"), "a mapping of", "got 'full'"),
-    (lambda: jmp.PolicyMap("mixed_float16", ["b"]), "mapping of patterns", "got ['b']"),
     (lambda: mapped("("), "Expected a regular expression", "got '('", "missing )"),
     (lambda: mapped(3), "Expected a regular expression", "got 3", "not a string"),
     (lambda: mapped("w", "float33"), "Unknown dtype 'float33'", "bf16"),
@@ -169,7 +166,6 @@ POLICIES: list[Row] = [
 TREES: list[Row] = [
     (lambda: jmp.trees.cast_floating(F16, P), "dtype or its name", "got {'w'"),
     (lambda: jmp.trees.cast_like(P, {"w": X}), "structure: 'b' is in the first only"),
-    (lambda: jmp.trees.cast_like(P, F16), "cast_like got trees of different structure"),
     (lambda: jmp.select_tree(1, P, P), "boolean scalar, got int32 of shape ()"),
     (lambda: jmp.select_tree(jnp.ones(2, bool), P, P), "got bool of shape (2,)"),
     (lambda: jmp.select_tree(P, True, P), "got a dict", "select_tree(pred, a, b)"),
@@ -216,7 +212,6 @@ GRADIENTS: list[Row] = [
     (lambda: grads(argnums=(0, -2))(P, X), "argnums to be", "each once, got (0, -2)"),
     (lambda: grads(value_and_grad=True), "such as jax.value_and_grad, got True"),
     (lambda: grads(value_and_grad=jax.grad), "got <function grad", "scaled_grad"),
-    (lambda: grads(value_and_grad=nnx.grad), "got <function grad", "scaled_grad"),
     (lambda: grads(lambda m: m(X))(LINEAR), "nnx module", "nnx.value_and_grad"),
     (lambda: grads(len)({"m": LINEAR}), "nnx module", "(argument 0, at 'm')"),
     (lambda: grads(lambda f: f(X).sum())(jnp.sin), "equinox.filter_value_and_grad"),
@@ -226,23 +221,19 @@ GRADIENTS: list[Row] = [
 OPTIMISERS: list[Row] = [
     (lambda: jmp.scale_aware(optax.sgd), "optax transformation", "Call it: sgd(...)"),
     (lambda: jmp.scale_aware(1e-3), "an optax transformation, got 0.001"),
-    (lambda: jmp.scale_aware(nn.Dense(2)), "an optax transformation, got Dense("),
     (lambda: jmp.scale_aware([SGD]), "an optax transformation, got [", "optax.chain("),
     (lambda: jmp.scale_aware(dynamic(), SGD), "got DynamicLossScale(", "scale_aware(o"),
     (lambda: jmp.scale_aware(dynamic()), "write scale_aware(optimizer, DynamicLossSca"),
     (lambda: LOW.init(EQUINOX), "at 'activation'", "tx.init(equinox.filter(model, eq"),
     (lambda: TX.update((1.0, P), S, P), "Of what value_and_grad", "pass the second"),
     (lambda: jmp.scale_aware(SGD, jmp.DynamicLossScale), "Scale, got <class", "Make"),
-    (lambda: jmp.scale_aware(SGD, S), "DynamicLossScale, got ScaleAwareState("),
     (lambda: TX.update(P, SGD.init(P), P), "got tuple", "_replace(inner_state=state)"),
     (lambda: TX.update(P, P, S), "state of scale_aware(...).init(params), got dict"),
     (lambda: TX.update(P, S._replace(loss_scale=8.0), P), "got 8.0", "StaticLossScale"),
-    (lambda: TX.update(P, None, P), "state of scale_aware(", "got NoneType"),
     (lambda: TX.update(P["w"], S, P), "a leaf in the gradients, a dict in the param"),
     (lambda: TX.update({"w": X}, S, P), "same structure", "'b' is in the parameters"),
     (lambda: TX.update(P, S, {"w": X}), "'b' is in the gradients only"),
     (lambda: TX.update(P, S, P, value=(1.0, P)), "a number, got (1.0", "(loss, aux)"),
-    (lambda: TX.update(P, S, P, value="1"), "the unscaled loss, a number, got '1'"),
     (lambda: of_axis("i").update(P, S, P), "ValueError", "'i'"),
     (lambda: MASTERS.update(H, MASTERS.init(H)), "Expected parameters", "update(grads"),
     (lambda: MASTERS.update(H, S, H), "state of master_weights(", "ScaleAwareState"),
@@ -267,7 +258,6 @@ OPTIMISERS: list[Row] = [
 
 AUTOCAST: list[Row] = [
     (lambda: jmp.autocast(loss, MIXED)(P | {"a": "a"}, X), "got 'a'", "functools.part"),
-    (lambda: jmp.autocast(loss, MIXED, enabled=True), "unexpected", "'enabled'", "it"),
     (lambda: jmp.autocast(loss, dtype=F16), "'dtype'", "it has fun, policy, rules"),
     (lambda: jmp.autocast(loss, "c=f64,o=f32"), "float16 or in bfloat16", "c=f64"),
     (lambda: jmp.autocast(loss, mapped("x", "bfloat16")), "p=bf16", "p=full,c=f16"),
@@ -278,14 +268,12 @@ AUTOCAST: list[Row] = [
     (lambda: jmp.autocast(loss, MIXED, rules={"tanh": "f16"}), "'half'", "got 'f16'"),
     (lambda: jmp.ops.OpRules({"softmax": "float32"}), "['softmax']", "'dot_general'"),
     (lambda: RULES_F16.replace(tan="f32"), "class of 'tan'", "got 'f32'"),
-    (lambda: jmp.full_precision("loss"), "expects a function, got 'loss'"),
     (lambda: jmp.sums_in_float32(P), "sums_in_float32 expects a function, got {'w'"),
     (lambda: jmp.sums_in_float32(loss, reduce_dtype="f16"), "or float32, got f16"),
     (lambda: jmp.sums_in_float32(loss, MIXED), "floating dtype", "got get_policy("),
     (lambda: fp8_product(X, b=X), "contracting", "(4,) and (3,)"),
     (lambda: fp8_product(X.astype(int)), "TypeError", "or float16, got lhs of int32"),
     (lambda: fp8_product(X, b=F8), "TypeError", "of float8", "before it is rounded"),
-    (lambda: fp8_product(X, b=[[1.0]]), "TypeError", "got rhs of list"),
     (lambda: fp8_product(X, precision="highest"), "ValueError", "one precision, got"),
     (lambda: fp8_product(X, out_sharding=1), "got 1", "sharding_constraint"),
 ]
@@ -325,7 +313,6 @@ MODULES: list[Row] = [
     (lambda: linen.with_policy(DENSE, None), "a Policy or its string, got None"),
     (lambda: linen.with_policy(nn.Dense, MIXED), "a linen module", "Dense(...)"),
     (lambda: linen.with_policy(loss, MIXED), "got <function", "jmp_lite.autocast(f, p"),
-    (lambda: linen.with_policy(EQUINOX, MIXED), "a linen module", "jmp_lite.autocast("),
     (lambda: linen.with_policy(P, MIXED), "a linen module, got {'w'", "of the model,"),
     (lambda: nnx_.with_policy(jax.jit(loss), MIXED), "nnx module", "autocast(f, pol"),
     (lambda: linen.with_policy(MIXED, DENSE), "got get_policy(", "(model, policy)"),
@@ -368,7 +355,6 @@ MODULES: list[Row] = [
 # These are given a folder with a checkpoint of P at step 3.
 CHECKPOINTS: list[Row] = [
     (lambda f: ckpt.save(P, f, step=4), "path of a folder first, got dict", "save(f"),
-    (lambda f: ckpt.save(None, P, step=4), "path of a folder first, got NoneType"),
     (lambda f: ckpt.save(f, SHAPES, step=4), "got b,", "abstract float16[2]", "before"),
     (lambda f: jax.jit(lambda p: ckpt.save(f, p, step=4))(P), "got b,", "of jax.jit"),
     (lambda f: ckpt.save(f, [GONE], step=4), "got 0,", "deleted float32[]", "donates"),
@@ -376,7 +362,6 @@ CHECKPOINTS: list[Row] = [
     (lambda f: ckpt.save(f, P, step=1), "Step 1 is older than step 3", "another fold"),
     (lambda f: ckpt.save(f, P, step=-1), "a step of at least 0, got -1"),
     (lambda f: ckpt.save(f, P, step=1.5), "a whole number for the step, got 1.5"),
-    (lambda f: ckpt.save(f, P, step="4"), "a step of at least 0, got '4'"),
     (lambda f: ckpt.save(f, P, step=jnp.arange(2)), "shape [2]", "pmap", "Pass step="),
     (lambda f: ckpt.save(f, P, step=4, keep=0), "keep to be at least 1,", "got 0"),
     (lambda f: ckpt.save(f, {"a": 2**70}, step=4), "a is 11805", "64 bits at most"),
@@ -391,7 +376,6 @@ CHECKPOINTS: list[Row] = [
     (lambda f: ckpt.convert_loss_scale(ZERO), "ValueError", "finite loss scale, got 0"),
     (lambda f: ckpt.convert_loss_scale(ZERO | {"x": 1}), "Value", "['fin_steps', 'sca"),
     (lambda f: ckpt.convert_loss_scale(OF_INF), "ValueError", "finite", "got inf"),
-    (lambda f: ckpt.convert_loss_scale(NO_OP), "ValueError", "NoOpLossScale with []"),
     (lambda f: ckpt.convert_loss_scale(STATIC), "ValueError", "Scale with ['loss_s"),
 ]
 
@@ -402,7 +386,6 @@ ARGUMENTS: list[Row] = [
     (lambda: jmp.PolicyMap("f16", {}, "no"), "allow_unused to be True or", "'no'"),
     (lambda: mapped("w").at(3), "path to be a string, got 3"),
     (lambda: mapped("w").check_unused("w"), "paths to be key paths, got 'w'"),
-    (lambda: jmp.select_tree(math.nan, P, P), "boolean scalar, got float32 of shape"),
     (lambda: jmp.select_tree(True, [2**40], [3]), "1099511627776 and 3 at '0'"),
     (lambda: num.track_nonfinite(loss)(P, SHAPE), "arrays", "inside of jax.eval_shape"),
     (lambda: MASTERS.update(H, MASTERS.init(H), SHAPES), "arrays, got"),
@@ -426,7 +409,6 @@ ARGUMENTS: list[Row] = [
     (lambda: grads(has_aux="no"), "has_aux to be True or False, got 'no'"),
     (lambda: grads()("w", X), "got 'w' to differentiate (argument 0)", "no gradient"),
     (lambda: jmp.scale_aware(SGD, skip_nonfinite="False"), "False, got 'False'"),
-    (lambda: of_axis(["i"]).update(P, S, P), "['i']", "is bound"),
     (lambda: TX.init(None), "Expected parameters", "got None"),
     (lambda: jmp.scale_aware(ADAM).init({"w": "no"}), "as parameters, got 'no' at"),
     (lambda: TX.update(None, S, P), "Expected gradients, got None"),
@@ -448,7 +430,6 @@ ARGUMENTS: list[Row] = [
     (lambda: fp8_product(X, preferred_element_type=int), "floating dtype", "int64"),
     (lambda: num.advise(loss, MIXED, headroom="16"), "headroom to be a number", "'16'"),
     (lambda: num.advise(loss, MIXED, has_aux="no"), "has_aux to be True", "got 'no'"),
-    (lambda: num.value_stats("x", "f16"), "an array of floats, got 'x'"),
     (lambda: num.dry_run(loss, MIXED)(P, X).layers("1"), "depth to be a number", "'1'"),
     (lambda: linen_state(P, tx=TX, ema_decay="0.9"), "to be a number", "'0.9"),
     (lambda: linen_state(None, tx=TX), "params to be a tree of arrays, got None"),
@@ -475,9 +456,7 @@ SCALE_OF_JMP = of_others.DynamicLossScale(jnp.float32(2.0**15))
 STATIC = of_others.StaticLossScale(jnp.float32(2.0))
 NEWCOMERS: list[Row] = [
     (lambda: enter(jmp.autocast()), "autocast expects a function", _MANAGER),
-    (lambda: enter(jmp.autocast(policy=MIXED)), "expects a function", _MANAGER),
     (lambda: enter(jmp.autocast(MIXED)), "got get_policy('p=full,c=f16", _MANAGER),
-    (lambda: enter(jmp.autocast("cuda")), "got 'cuda'", _MANAGER),
     (lambda: enter(jmp.autocast("cuda", dtype=F16)), "argument 'dtype'", _MANAGER),
     (lambda: enter(jmp.autocast("cuda", F16)), "'cuda'", "'mixed_float16'", _MANAGER),
     (lambda: enter(jmp.autocast(F16)), "float16'", "policy='mixed_float16'", _MANAGER),
@@ -518,7 +497,6 @@ def of_transformation(name: str) -> list[Row]:
         (lambda: call(loss, MIXED, P, X), f"{name} expects at most 2", "got 4", shape),
         (lambda: call(loss, X), "as its policy", shape),
         (lambda: call(loss, MIXED, x=X), "argument 'x': it has", "function"),
-        (lambda: call(loss, P), f"{name} got dict as its policy", shape),
         (lambda: call(3, MIXED), f"{expects} 3."),
         (lambda: call(DENSE, MIXED), *model),
         (lambda: call(LINEAR, MIXED), f"{name} got an nnx module", _SPLIT),

@@ -4,6 +4,7 @@ A name may hold rich's markup, HTML, matplotlib's `$`, ESC, a line break.
 """
 
 import dataclasses
+import functools
 import html
 import io
 import sys
@@ -28,47 +29,40 @@ NAME = '_x[/y][link=a]:smile:$\\frac{$<b>&amp;\x1b[31m\r\x08\u202eé"\nraise Key
 W, X = jnp.eye(8), 4.0 * jnp.ones((8, 8))
 
 
-def scoped(name: str) -> Callable[..., Any]:
-    def loss(w, x):
-        with jax.named_scope(name):
-            h = jnp.square(1e3 * x) @ w / 1e6
-        return jnp.mean(jnp.log(jnp.abs(h @ w) + 1.0))
-
-    return loss
+def loss(w, x):
+    with jax.named_scope(NAME):
+        h = jnp.square(1e3 * x) @ w / 1e6
+    return jnp.mean(jnp.log(jnp.abs(h @ w) + 1.0))
 
 
-def masked(name: str) -> Callable[..., Any]:
-    def fun(x):
-        with jax.named_scope(name):
-            return jnp.log(jnp.where(x > 5.0, x, -1e9))
-
-    return fun
+def masked(x):
+    with jax.named_scope(NAME):
+        return jnp.log(jnp.where(x > 5.0, x, -1e9))
 
 
-def step(w, x):
-    return jax.grad(scoped("a"))(w, x)
-
-
-MODULE = module_policies.ModuleDtypes("", "Dense", ("f32",), "f16", ("f16",), "why")
-MAKE: dict[str, Callable[[str], Any]] = {
-    "explain": lambda name: jmp.explain(scoped(name), "mixed_float16")(W, X),
-    "lint": lambda name: numerics.lint(masked(name), "half")(X.astype("float16")),
-    "dry_run": lambda name: numerics.dry_run(scoped(name), "mixed_float16")(W, X),
-    "advise": lambda name: numerics.advise(scoped(name), "mixed_float16")(W, X),
-    "first_nonfinite": lambda name: numerics.first_nonfinite(masked(name))(X),
-    "argument": lambda name: numerics.first_nonfinite(lambda tree: tree)(
-        {name: jnp.array(jnp.nan)}
+STEP = jax.grad(loss)
+MODULE = module_policies.ModuleDtypes(NAME, "Dense", ("f32",), "f16", ("f16",), NAME)
+MAKE: dict[str, Callable[[], Any]] = {
+    "explain": lambda: jmp.explain(loss, "mixed_float16")(W, X),
+    "lint": lambda: numerics.lint(masked, "half")(X.astype("float16")),
+    "dry_run": lambda: numerics.dry_run(loss, "mixed_float16")(W, X),
+    "advise": lambda: numerics.advise(loss, "mixed_float16")(W, X),
+    "first_nonfinite": lambda: numerics.first_nonfinite(masked)(X),
+    "argument": lambda: numerics.first_nonfinite(lambda tree: tree)(
+        {NAME: jnp.array(jnp.nan)}
     ),
-    "tree_stats": lambda name: numerics.tree_stats({name: X}, "f16", histogram=True),
-    "saved": lambda name: memory.saved(scoped(name))(W, X),
-    "of_step": lambda name: memory.of_step(lambda w, x: jax.grad(scoped(name))(w, x))(
-        W, X
-    ),
-    "compare": lambda name: memory.compare({name: (step, (W, X))}),
-    "modules": lambda name: module_policies.Explanation(
-        (dataclasses.replace(MODULE, path=name, why=name),)
-    ),
+    "tree_stats": lambda: numerics.tree_stats({NAME: X}, "f16", histogram=True),
+    "saved": lambda: memory.saved(loss)(W, X),
+    "of_step": lambda: memory.of_step(STEP)(W, X),
+    "compare": lambda: memory.compare({NAME: (STEP, (W, X))}),
+    "modules": lambda: module_policies.Explanation((MODULE,)),
 }
+
+
+@functools.cache
+def make(report: str) -> Any:
+    """Return a report in which something has the name."""
+    return MAKE[report]()
 
 
 def squeezed(text: str) -> str:
@@ -78,7 +72,7 @@ def squeezed(text: str) -> str:
 
 @pytest.mark.parametrize("report", MAKE)
 def test_a_name_is_shown_as_text(report: str) -> None:
-    made, shown = MAKE[report](NAME), reports.printable(NAME)
+    made, shown = make(report), reports.printable(NAME)
     text, page = str(made), made._repr_html_()
     table = printed(made.table(every=True), width=300)
     assert shown in text
@@ -91,23 +85,18 @@ def test_a_name_is_shown_as_text(report: str) -> None:
 
 
 def test_the_text_of_an_advice_runs_no_name() -> None:
-    advice, found = MAKE["advise"](NAME), {"jmp": jmp}
+    advice, found = make("advise"), {"jmp": jmp}
     exec(str(advice), found)
     assert found["policy"] == advice.policy
     assert [pattern for pattern, _ in advice.policy.rules] != [""]
 
 
-FIGURES: dict[str, Callable[[str], Any]] = {
-    "dry_run": lambda name: MAKE["dry_run"](name).plot(),
-    "heat_map": lambda name: MAKE["dry_run"](name).heat_map(),
-    "tree_stats": lambda name: MAKE["tree_stats"](name).plot(),
-    "compare": lambda name: MAKE["compare"](name).plot(),
-}
-
-
-@pytest.mark.parametrize("figure", FIGURES)
+@pytest.mark.parametrize(
+    "figure", ["dry_run.plot", "dry_run.heat_map", "tree_stats.plot", "compare.plot"]
+)
 def test_a_name_in_a_figure_is_no_formula(figure: str) -> None:
-    made = FIGURES[figure](NAME)
+    report, _, method = figure.partition(".")
+    made = getattr(make(report), method)()
     labels = [label.get_text() for label in made.axes[0].get_yticklabels()]
     assert any(reports.printable(NAME) in label for label in labels)
     made.savefig(io.BytesIO())  # raises where a `$` begins a formula

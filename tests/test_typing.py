@@ -5,6 +5,8 @@ reject the lines that are marked with `# error`.
 """
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -116,6 +118,24 @@ def test_pyright_in_strict_mode(tmp_path: Path) -> None:
     found = json.loads(run(tmp_path, "pyright", *options))
     errors = [e for e in found["generalDiagnostics"] if e["severity"] == "error"]
     check({e["range"]["start"]["line"] + 1: e["message"] for e in errors})
+
+
+@pytest.mark.full  # `make types` checks the package in each run
+def test_public_types_are_complete(tmp_path: Path) -> None:
+    """As of a wheel, without the checkout beside it."""
+    shutil.copytree(ROOT / "jmp_lite", tmp_path / "jmp_lite")
+    (tmp_path / "elsewhere").mkdir()
+    command = "-m pyright --verifytypes jmp_lite --ignoreexternal --outputjson".split()
+    # Pyright verifies what the first Python of PATH imports.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    found, _ = run_python(
+        *command,
+        cwd=tmp_path / "elsewhere",
+        status=1,  # as any type is unknown: that of a subclass of a tuple of optax
+        **{"PATH": path, "PYTHONPATH": str(tmp_path)},
+    )
+    score = json.loads(found)["typeCompleteness"]["completenessScore"]
+    assert score > 0.98, found
 
 
 @pytest.mark.full  # it reads the same lines, and takes longer

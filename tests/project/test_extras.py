@@ -54,41 +54,17 @@ def says(library: str, extra: str) -> str:
     return f"ModuleNotFoundError: {library} is not installed: {command}"
 
 
-def asks(statements: list[str], library: str, extra: str) -> dict[str, str]:
-    return dict.fromkeys(statements, says(library, extra))
-
-
-_PUBLIC = ["import jmp_lite.linen", "from jmp_lite.nnx import TrainState"]
-_EXAMPLES = "digits drift find_the_overflow multihost resnet transformer".split()
-_BENCHMARKS = "autocast_trace convergence step_overhead train_step tree_stats".split()
-_TRAININGS = [
-    *(f"import examples.{name}" for name in _EXAMPLES),
-    *(f"import benchmarks.{name}" for name in _BENCHMARKS),
-]
-# Needs fewer extras: no data and no checkpoints.
-_COMPILED = ["import benchmarks.programs", "import benchmarks.memory"]
-_IMPORTS = {
-    "flax orbax": {
-        **asks(_PUBLIC, "flax", "flax"),
-        **asks(_TRAININGS, "orbax", "examples"),  # which they import first
-        **asks(["from jmp_lite import checkpoint"], "orbax", "checkpoint"),
-    },
-    "mlxtend orbax": dict.fromkeys(_COMPILED),
-    "mlxtend orbax flax": asks(_COMPILED, "flax", "flax"),
-}
-
-
-@pytest.mark.parametrize(
-    "hidden",
-    # `make programs` finds what the compiled ones import beyond their extras.
-    [
-        pytest.param(x, marks=[pytest.mark.full] * (None in _IMPORTS[x].values()))
-        for x in _IMPORTS
-    ],
-)
-def test_what_is_imported_asks_for_its_library(hidden):
-    errors = _IMPORTS[hidden]
-    assert errors_without(set(hidden.split()), *errors) == list(errors.values())
+def test_what_is_imported_asks_for_its_library():
+    expected = {
+        "import jmp_lite.linen": says("flax", "flax"),
+        "from jmp_lite.nnx import TrainState": says("flax", "flax"),
+        "from jmp_lite import checkpoint": says("orbax", "checkpoint"),
+        # Which they import first.
+        "import examples.digits": says("orbax", "examples"),
+        "import benchmarks.convergence": says("orbax", "examples"),
+    }
+    errors = errors_without({"flax", "orbax"}, *expected)
+    assert errors == list(expected.values())
 
 
 _REPORTS = """
@@ -110,14 +86,12 @@ _FIGURES = [
 ]
 
 
-@pytest.mark.one_of("library", "statements")
-@pytest.mark.parametrize(
-    ("library", "statements"), [("rich", _TABLES), ("matplotlib", _FIGURES)]
-)
-def test_tables_and_figures_ask_for_their_library(library, statements):
-    first, *errors = errors_without({library}, _REPORTS, *statements)
+def test_tables_and_figures_ask_for_their_library():
+    hidden = {"rich", "matplotlib"}
+    first, *errors = errors_without(hidden, _REPORTS, *_TABLES, *_FIGURES)
     assert first is None  # what makes the reports needs neither
-    assert errors == [says(library, "numerics")] * len(statements)
+    libraries = ["rich"] * len(_TABLES) + ["matplotlib"] * len(_FIGURES)
+    assert errors == [says(library, "numerics") for library in libraries]
 
 
 def test_the_doctor_needs_no_extra_and_completion_asks_without_a_traceback():
@@ -181,9 +155,3 @@ def test_no_import_of_an_optional_library_is_forgotten():
     assert {path: names for path, names in found.items() if names} == {}
     for name in ("linen", "nnx", "checkpoint"):
         assert "extras.needed(" in (PACKAGE / f"{name}.py").read_text()
-
-
-def test_each_extra_for_users_is_named_on_a_page():
-    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
-    named = {extra for extra in EXTRAS if f".[{extra}]" in pages}
-    assert EXTRAS.keys() - named == {"dev", "docs"}

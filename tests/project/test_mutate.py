@@ -1,6 +1,5 @@
 """The mutation tool: which changes it makes, and that it knows the files of today."""
 
-import itertools
 import sys
 from pathlib import Path
 
@@ -34,18 +33,7 @@ def test_a_line_and_what_becomes_of_it(line, expected):
     assert changed(line) == expected
 
 
-def test_the_draw_is_the_same_each_time_and_takes_groups_by_turns(monkeypatch):
-    groups = {name: mutate.GROUPS[name] for name in ("loss scales", "gradients")}
-    monkeypatch.setattr(mutate, "GROUPS", groups)
-    first, again = (list(itertools.islice(mutate.drawn(0), 60)) for _ in range(2))
-    assert first == again
-    assert [m.group for m in first] == list(groups) * 30
-    assert len({m.name for m in first}) == 60
-
-
-def test_a_pattern_that_no_file_matches_is_an_error():
-    with pytest.raises(FileNotFoundError, match=r"No file matches 'no_such\*.py'"):
-        mutate.matching(mutate.TESTS, "no_such*.py")
+def test_every_pattern_matches_a_file():
     for files, tests in mutate.GROUPS.values():
-        assert mutate.matching(mutate.SRC, files)
-        assert mutate.matching(mutate.TESTS, tests)
+        mutate.matching(mutate.SRC, files)  # or it raises
+        mutate.matching(mutate.TESTS, tests)

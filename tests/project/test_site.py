@@ -1,62 +1,58 @@
-"""The pages of the site: their order, links, figures, and what they are made of."""
+"""The pages of the site: the reference, links, figures, and what they are made of."""
 
+import importlib
+import inspect
 import re
 import runpy
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
-import yaml
 
+import jmp_lite
 from examples import make_notebook
+from jmp_lite._src import extras
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-DIAGRAMS = runpy.run_path(str(DOCS / "diagrams.py"))
-SETTINGS = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
-NAV = SETTINGS["nav"]
-
-
-def pages_of(part: Any) -> Iterator[str]:
-    """Yield the pages of a part of the navigation, in order."""
-    if isinstance(part, str):
-        yield part
-        return
-    for each in part.values() if isinstance(part, dict) else part:
-        yield from pages_of(each)
-
-
-def test_every_page_is_in_the_navigation_once() -> None:
-    """The theme shows at the end of each what comes next."""
-    pages = sorted(str(path.relative_to(DOCS)) for path in DOCS.glob("**/*.md"))
-    assert sorted(pages_of(NAV)) == pages
-    assert "navigation.footer" in SETTINGS["theme"]["features"]
-
-
-@pytest.mark.parametrize("name", DIAGRAMS["DIAGRAMS"])
-def test_a_committed_diagram_is_as_drawn(name: str) -> None:
-    drawn = DIAGRAMS["draw"](*DIAGRAMS["DIAGRAMS"][name])
-    assert (DOCS / "images" / name).read_text("utf-8") == drawn, "run `make figures`"
-
-
-LARGEST = 120_000  # bytes: a page loads its figures at once
-
-
-@pytest.mark.parametrize(
-    "path", sorted(DOCS.glob("images/*.svg")), ids=lambda path: path.stem
-)
-def test_a_figure_is_small_has_a_dark_form_and_is_on_a_page(path: Path) -> None:
-    drawn = path.read_text("utf-8")
-    assert len(drawn) < LARGEST and "@media (prefers-color-scheme: dark)" in drawn
-    pages = [*DOCS.glob("**/*.md"), ROOT / "benchmarks" / "README.md"]
-    shown = re.compile(rf"\]\([^)]*images/{re.escape(path.name)}\)")
-    assert any(shown.search(page.read_text("utf-8")) for page in pages)
-
-
 HOOKS = runpy.run_path(str(DOCS / "hooks.py"))
+MODULES = [
+    jmp_lite,
+    *(importlib.import_module(f"jmp_lite.{x}") for x in extras.NAMESPACES),
+]
+PUBLIC: dict[str, Any] = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in MODULES
+    for name in module.__all__
+}
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    pages = [DOCS / "reference.md", *DOCS.glob("reference/*.md")]
+    texts = "".join(page.read_text("utf-8") for page in pages)
+    assert sorted(re.findall(r"^::: (\S+)$", texts, re.M)) == sorted(PUBLIC)
+
+
+def test_every_public_function_and_class_has_an_example() -> None:
+    docs = {
+        name.rpartition(".")[2]: inspect.getdoc(value) or ""
+        for name, value in PUBLIC.items()
+        if callable(value)
+    }
+    shown = {name for name, doc in docs.items() if ">>> " in doc}
+    for name, doc in docs.items():
+        # The example of a function also shows the class that it returns.
+        of_function = name[0].isupper() and shown & {*re.findall(r"`(\w+)", doc)}
+        assert name in shown or of_function, f"{name} names no function with an example"
+        # What stands before a colon would be shown as the type of the result.
+        assert not re.search(r"^Returns:\n[^\n]*:( |$)", doc, re.M), name
+
+
+def made_of(text: str, page: str) -> str:
+    file = types.SimpleNamespace(src_uri=page)
+    return HOOKS["on_page_markdown"](text, page=types.SimpleNamespace(file=file))
 
 
 @pytest.mark.parametrize(
@@ -74,44 +70,25 @@ def test_only_links_out_of_the_pages_change(page, link, expected):
     assert made_of(f"[text]({link})", page) == f"[text]({expected})"
 
 
-def made_of(text: str, page: str) -> str:
-    file = types.SimpleNamespace(src_uri=page)
-    return HOOKS["on_page_markdown"](text, page=types.SimpleNamespace(file=file))
-
-
-def test_every_public_name_is_in_the_reference_with_an_example():
-    assert list(HOOKS["reference_faults"]()) == []
-
-
-BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text("utf-8").partition("\n")[2]
-
-
 def test_the_benchmarks_are_pages_of_the_site():
     pages = ["benchmarks.md", *(str(x.relative_to(DOCS)) for x in DOCS.glob("b*/*.md"))]
-    shown = {page: made_of("# A\n\nNext: B\n", page) for page in sorted(pages)}
-    lengths = {page: text.count("\n") for page, text in shown.items()}
-    # Each section is on one page, and none of these is long.
-    assert sum(lengths.values()) == BENCHMARKS.count("\n") + 3 * len(pages)
-    assert max(lengths.values()) < 250
+    shown = {page: made_of("# A\n\nNext: B\n", page) for page in pages}
+    whole = (ROOT / "benchmarks" / "README.md").read_text("utf-8").partition("\n")[2]
+    # Each section is on one page.
+    lines = sum(text.count("\n") for text in shown.values())
+    assert lines == whole.count("\n") + 3 * len(pages)
     for page, text in shown.items():
-        folder = (DOCS / page).parent
         links = [link for link in re.findall(r"\]\(([^)#]+)", text) if ":" not in link]
-        assert links and [x for x in links if not (folder / x).exists()] == []
+        assert links and all(((DOCS / page).parent / link).exists() for link in links)
         assert text.startswith("# A\n") and text.endswith("\nNext: B\n")
-    assert "<!-- table: programs_h100 -->\n|" in shown["benchmarks/programs.md"]
-    assert "(../images/benchmarks_compiled.svg)" in shown["benchmarks/programs.md"]
-    assert "[overhead](benchmarks/overhead" in made_of(
-        "[overhead](../benchmarks/README.md#step_overhead)", "a.md"
-    )
 
 
-ROWS = [
-    [cell.strip(" `") for cell in line.strip("|").split("|")]
-    for line in (DOCS / "how" / "formats.md")
-    .read_text("utf-8")
-    .split("\n\n")[2]
-    .splitlines()[2:]
-]
+@pytest.mark.parametrize(
+    "path", sorted(DOCS.glob("images/*.svg")), ids=lambda path: path.stem
+)
+def test_a_figure_is_small_and_has_a_dark_form(path: Path) -> None:
+    drawn = path.read_text("utf-8")  # a page loads its figures at once
+    assert len(drawn) < 120_000 and "@media (prefers-color-scheme: dark)" in drawn
 
 
 def number(text: str) -> float:
@@ -120,15 +97,20 @@ def number(text: str) -> float:
 
 
 def test_the_table_of_formats_is_right() -> None:
-    for name, bits, largest, normal, subnormal, spacing, whole in ROWS:
+    lines = (
+        (DOCS / "how" / "formats.md").read_text("utf-8").split("\n\n")[2].split("\n")
+    )
+    for line in lines[2:]:
+        name, bits, *row = (cell.strip(" `") for cell in line.strip("|").split("|"))
+        largest, normal, subnormal, spacing, whole = map(number, row)
         info = jnp.finfo(name)
         assert [int(x) for x in bits.split(",")] == [info.nexp, info.nmant]
-        assert float(info.max) == pytest.approx(number(largest), rel=0.001)
-        assert 2.0**info.minexp == number(normal)
-        assert 2.0 ** (info.minexp - info.nmant) == number(subnormal)
-        assert float(info.eps) == number(spacing)
-        assert 2 ** (info.nmant + 1) == number(whole)
-    assert len(ROWS) == 5
+        assert float(info.max) == pytest.approx(largest, rel=0.001)
+        assert 2.0**info.minexp == normal
+        assert 2.0 ** (info.minexp - info.nmant) == subnormal
+        assert float(info.eps) == spacing
+        assert 2 ** (info.nmant + 1) == whole
+    assert len(lines) == 7
 
 
 def test_the_committed_notebook_is_of_the_page():
