@@ -25,7 +25,8 @@ DTYPE_NAMES: dict[DTypeLike, tuple[str, ...]] = {
 HALF_DTYPES = (jnp.float16, jnp.bfloat16)
 
 # As np.dtype, the type of an array's `dtype`; NumPy has others for swapped bytes.
-_CASTABLE = frozenset(np.dtype(x).newbyteorder(o) for x in DTYPE_NAMES for o in "<>")
+_NATIVE = [np.dtype(dtype) for dtype in DTYPE_NAMES]
+_CASTABLE = frozenset([*_NATIVE, *(dtype.newbyteorder() for dtype in _NATIVE)])
 _HALF = frozenset(np.dtype(dtype) for dtype in HALF_DTYPES)
 
 

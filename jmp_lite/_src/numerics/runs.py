@@ -25,10 +25,10 @@ from jmp_lite._src.autocast.emit import Emitter, Rounded, Values
 from jmp_lite._src.autocast.storage import EqnPlan
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.core import Eqn, Var
-from jmp_lite._src.jaxprs.walk import Interpreter
 from jmp_lite._src.jaxprs.primitives import cases
 from jmp_lite._src.jaxprs.repeats import Piece
 from jmp_lite._src.jaxprs.structure import structure
+from jmp_lite._src.jaxprs.walk import Interpreter
 
 Array: TypeAlias = jax.Array | np.ndarray
 Shadow: TypeAlias = Array | Rounded
