@@ -66,6 +66,7 @@ RULES_F16 = jmp.ops.OpRules.default(F16)
 SHAPES, TEXTS = jax.eval_shape(lambda: H), np.array(["a", "b", "c"])
 GONE = jnp.float32(1)
 GONE.delete()
+MASKED = np.ma.masked_less(np.float32([1, -1]), 0)
 dynamic: Any = jmp.DynamicLossScale
 TRACKED: Any = num.track_nonfinite(jnp.log)
 OF_INF, NO_OP = {"loss_scale": jnp.inf, "counter": 1}, jmp.NoOpLossScale()
@@ -358,6 +359,7 @@ CHECKPOINTS: list[Row] = [
     (lambda f: ckpt.save(f, SHAPES, step=4), "got b,", "abstract float16[2]", "before"),
     (lambda f: jax.jit(lambda p: ckpt.save(f, p, step=4))(P), "got b,", "of jax.jit"),
     (lambda f: ckpt.save(f, [GONE], step=4), "got 0,", "deleted float32[]", "donates"),
+    (lambda f: ckpt.save(f, [MASKED], step=4), "got 0,", "mask would be lost", ".data"),
     (lambda f: ckpt.save(f, P), "a step of at least 0, got None", "pass step="),
     (lambda f: ckpt.save(f, P, step=1), "Step 1 is older than step 3", "another fold"),
     (lambda f: ckpt.save(f, P, step=-1), "a step of at least 0, got -1"),

@@ -117,10 +117,24 @@ def test_a_number_that_rounds_to_one_is_not_held(half, number, is_held):
     assert (maximum.outvars[0].aval.dtype == DTYPES[half]) == is_held
 
 
-def _attention(x: Any, mask: Any) -> jax.Array:
+def _attention(
+    x: Any, mask: Any, masked: Any = jnp.add, softmax: Any = jax.nn.softmax
+) -> jax.Array:
     h = x @ (W / 8) @ (W.T / 8)
-    logits = h @ jnp.swapaxes(h, -1, -2)
-    return jnp.mean((jax.nn.softmax(logits + mask, -1) @ h) ** 2)
+    logits = masked(h @ jnp.swapaxes(h, -1, -2), mask)
+    return jnp.mean((softmax(logits) @ h) ** 2)
+
+
+def _chosen(x: Any, mask: Any) -> jax.Array:
+    mask = jnp.broadcast_to(mask, (x.shape[0], *mask.shape[1:]))
+    return _attention(x, mask, lambda logits, m: jnp.where(m < 0, m, logits))
+
+
+def _chosen_before_a_checkpoint(x: Any, mask: Any) -> jax.Array:
+    def masked(logits, mask):
+        return jnp.where(mask < 0, jnp.finfo(jnp.float32).min, logits)
+
+    return _attention(x, mask, masked, jax.checkpoint(jax.nn.softmax))
 
 
 def _mask(size: int) -> np.ndarray:
@@ -138,6 +152,8 @@ def _read_in_half(x: Any, mask: Any) -> jax.Array:
 MASKED = {
     "argument": _attention,
     "read in half": _read_in_half,
+    "chosen": _chosen,
+    "chosen before a checkpoint": _chosen_before_a_checkpoint,
     "constant": lambda x, mask: _attention(x, jnp.asarray(_mask(x.shape[1]))[None]),
     "scanned": lambda x, mask: lax.map(lambda x: _attention(x[None], mask), x).sum(),
     "batched": lambda x, mask: jax.vmap(lambda x: _attention(x, mask[0]))(x).sum(),

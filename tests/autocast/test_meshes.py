@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import largest_error
+from arrays import error, largest_error
 from autocast_corpus.program import EPS, IN_HALVES, POLICIES
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, auto_axes, reshard
@@ -91,6 +91,18 @@ def _in_shard_map(w: Any, x: Any) -> Any:
 
     specs: Any = {"in_specs": (P(), ROWS), "out_specs": ROWS, "axis_names": {"x"}}
     return jax.shard_map(body, **specs)(w, x)
+
+
+def _nested(w: Any, x: Any) -> Any:
+    def inner(w, x):
+        return lax.psum(jax.nn.gelu(x @ w), "y")
+
+    def outer(w, x):
+        specs: Any = {"in_specs": (P("y", None), P(None, "y")), "out_specs": P()}
+        return jax.shard_map(inner, axis_names={"y"}, **specs)(w, x)
+
+    specs: Any = {"in_specs": (P(), ROWS), "out_specs": ROWS}
+    return jax.shard_map(outer, axis_names={"x"}, **specs)(w, x)
 
 
 class _Case(NamedTuple):
@@ -225,6 +237,18 @@ def test_values_and_gradients_are_those_of_the_function(half, case):
     assert largest_error(found, expected) < 16 * EPS[half]
     pairs = zip(*map(jax.tree.leaves, (found, expected)), strict=True)
     assert all(x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in pairs)
+
+
+@pytest.mark.one_of("half")
+@IN_HALVES
+def test_a_shard_map_in_a_shard_map(half):
+    """JAX does not compile its gradient."""
+    case = _Case(_nested, types=(AUTO, AUTO))
+    mesh = _mesh(*case.types)
+    with jax.set_mesh(mesh):
+        args = _laid_out(case, mesh)
+        found = jax.jit(autocast(_nested, POLICIES[half]))(*args)
+        assert error(found, jax.jit(_nested)(*args)) < 8 * EPS[half]
 
 
 @pytest.mark.one_of("jit")

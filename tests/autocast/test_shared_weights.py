@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import jaxprs
@@ -227,3 +228,17 @@ def test_forward_mode_without_a_tangent_of_the_weight_keeps_no_iteration() -> No
         return memory.temp_size_in_bytes
 
     assert bytes_of(512) < 2 * bytes_of(8)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
+def test_cells_of_flax(cell: Any) -> None:
+    model, x = nn.RNN(cell(WIDTH)), jnp.swapaxes(XS, 0, 1)
+    params = model.init(jax.random.key(1), x)
+
+    def loss(params, x):
+        return jnp.mean(jnp.square(jnp.asarray(model.apply(params, x))))
+
+    low = autocast(loss, POLICIES["bf16"])
+    assert W.shape not in carried(jax.grad(low), params, x)
+    found, expected = jax.grad(low)(params, x), jax.grad(loss)(params, x)
+    assert largest_error(found, expected) < 2e-2

@@ -328,7 +328,8 @@ class Analyzer:
         if op.bodies:
             op, uses = op._replace(rule=rules.SUB_JAXPRS), [Use.HALF]
             ins = [HALF if core.is_f32(v) else OTHER for v in eqn.invars]
-            return op.rule.stores(op, ins, uses, body)[0]
+            plan, _ = op.rule.stores(op, ins, uses, body)
+            return dataclasses.replace(plan, bounded=plan.half_in)
         half_in = tuple(map(core.is_f32, eqn.invars))
         return EqnPlan(rules.MOVE, half_in, (True,))
 

@@ -147,6 +147,8 @@ class Values:
 
     def operands(self, eqn: Eqn, plan: EqnPlan) -> Sequence[jax.Array]:
         """Return what an equation reads: arithmetic, also before it is rounded."""
+        if plan.bounded and not plan.rule.is_arithmetic:
+            return list(map(self.read_bounded, eqn.invars))
         if not plan.rule.is_arithmetic:
             return self.read(eqn.invars, plan.half_in)
         operands = [

@@ -38,6 +38,11 @@ def encode(
                 f"Expected arrays to save, got {path}, {kind} {describe(x)}: save "
                 "outside of jax.jit, and before a step that donates the state."
             )
+        if isinstance(x, np.ma.MaskedArray):
+            raise ValueError(
+                f"Expected arrays to save, got {path}, whose mask would be lost: save "
+                "its .data and its .mask."
+            )
         leaf = describe(x)
         if leaf.kind == "key":
             leaf = dataclasses.replace(leaf, impl=str(jax.random.key_impl(x)))
