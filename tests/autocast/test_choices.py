@@ -284,3 +284,19 @@ def test_full_precision_holds_in_the_backward_pass() -> None:
     found = dtypes_of_products(autocast(grad, BF16), W, X)
     # x @ w and its weight's gradient; the others are half.
     assert found.count(("float32", "float32", "float32")) == 2 and len(found) > 2
+
+
+@IN_HALVES
+def test_the_derivative_of_what_is_at_least_zero_asks_for_no_digits(half: str) -> None:
+    """A variance of flax: its derivative asks whether it is 0."""
+    w, x = weight(0, 32, 32), normal(1, 4, 32)
+
+    def loss(w):
+        h = jnp.tanh(x @ w) @ w
+        mean = jnp.mean(h, -1, keepdims=True)
+        variance = jnp.mean(h * h, -1, keepdims=True) - mean * mean
+        norm = (h - mean) * lax.rsqrt(jnp.maximum(0.0, variance) + 1e-6)
+        return jnp.mean((norm @ w) ** 2)
+
+    low = autocast(jax.grad(loss), POLICIES[half])
+    assert dtypes_of_products(low, w)[1][2] == jnp.dtype(DTYPES[half]).name

@@ -232,7 +232,7 @@ def test_a_stream_that_outgrows_float16_is_seen_and_training_goes_on(tmp_path):
     assert status == 0, printed
     found = json.loads((tmp_path / "results.json").read_text())
     assert "went beyond 65504: give the layer the policy" in found["alarm"]["message"]
-    assert "results of products stay in float32" in " ".join(found["advice"]["reasons"])
+    assert "attention_0/out in float32" in " ".join(found["advice"]["reasons"])
     full, half = found["validation_loss"].values()
     assert half == pytest.approx(full, rel=0.05)
     losses = found["losses"]["float16, measured"]

@@ -291,11 +291,19 @@ def _factors(maker: Eqn | None) -> set[Var]:
 def _of_comparison(eqn: Eqn, use: int, of: Structure) -> list[int]:
     """Return which digits a comparison asks for: if more than a choice of its operands.
 
-    Equality with a largest number of the same array is a choice of that.
+    Equality with a largest number of the same array is a choice of that, and so is that
+    of `max(x, 0)` with 0, which the derivative asks for.
     """
-    origins = {of.origins.get(v, 0) for v in variables(eqn.invars)}
+    operands = list(variables(eqn.invars))
+    origins = {of.origins.get(v, 0) for v in operands}
+    is_of_limit = eqn.primitive.name in ("eq", "ne") and any(
+        has(maker.primitive.name, Fact.LIMITS) and _has_literal(maker)
+        for maker in (of.made_by[v] for v in operands if v in of.made_by)
+    )
     asks = use & (ALL | Use.RETURNED) and (
-        len(origins) > 1 or len(eqn.invars) == 1 or _has_literal(eqn)
+        len(origins) > 1
+        or len(eqn.invars) == 1
+        or (_has_literal(eqn) and not is_of_limit)
     )
     return [ALL if asks else 0] * len(eqn.invars)
 

@@ -276,7 +276,11 @@ class _Search:
             if not named and turn.fitting == turn.scale:
                 break
             in_fp8 = {row.layer for row in turn.measured.report.rows if row.is_fp8}
+            layers = {fault.layer for fault in forward or named}
             for fault in forward or named:
+                # What goes into float32 inside of a layer may be all that it needs.
+                if any(x.startswith(f"{fault.layer}/") for x in layers):
+                    continue
                 if fault.layer in in_fp8:
                     self.not_in_fp8[fault.layer] = fault.reason(in_fp8=True)
                     continue
