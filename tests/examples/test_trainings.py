@@ -3,7 +3,6 @@
 import functools
 import inspect
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +202,7 @@ def test_the_overflow_is_found_and_the_advice_repairs_it(tmp_path):
     assert results["broken"]["steps_taken"] == 0
     found = results["first_nonfinite"]
     # Where the squares are rounded, for the product that reads them.
-    layer, name = planted.rsplit("/", 1)
+    layer, _ = planted.rsplit("/", 1)
     assert (found["layer"], found["direction"]) == (layer, "forward")
     path, _, line = found["line"].rpartition(":")
     source, first = inspect.getsourcelines(find_the_overflow.MLP)
@@ -213,12 +212,10 @@ def test_the_overflow_is_found_and_the_advice_repairs_it(tmp_path):
     assert max(dry.layers(), key=lambda row: row.badness).layer == planted
     pasted: dict[str, Any] = {}
     exec((tmp_path / "advice.py").read_text(), pasted)
-    # Of one layer alone. The scope of autocast, or the path of the module: a rule fits
-    # both. Others are rules for half results.
+    # Of one layer alone.
     rules = pasted["policy"].rules
-    (pattern,) = [x for x, rule in rules if rule.compute_dtype == jnp.float32]
-    assert pattern == f"(Transformer/)?mlp_0/{name}"
-    assert re.fullmatch(pattern, planted)
+    ((pattern, rule),) = rules
+    assert (pattern, rule.compute_dtype) == (layer, jnp.float32)
     losses = (results["history"][n]["loss"] for n in ("float16, repaired", "float32"))
     np.testing.assert_allclose(*losses, rtol=2e-3)
     assert all(results["history"]["float16, repaired"]["last_finite"])
@@ -226,6 +223,7 @@ def test_the_overflow_is_found_and_the_advice_repairs_it(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:The loss itself was not finite")
 def test_a_stream_that_outgrows_float16_is_seen_and_training_goes_on(tmp_path):
     args = "--steps 12 --width 32 --layers 1".split()
     status, printed = invoke(drift.main, *args, "--out", str(tmp_path))

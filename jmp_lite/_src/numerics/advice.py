@@ -354,7 +354,8 @@ class _Search:
         half = half.with_output_dtype(default.compute_dtype)
         # By layer; one inside of another needs no rule.
         chosen: dict[str, Policy | str] = {}
-        for layer in (*layers, *self.not_in_fp8):
+        outer_first = functools.partial(sorted, key=lambda x: x.count("/"))
+        for layer in (*outer_first(layers), *outer_first(self.not_in_fp8)):
             if chosen.keys().isdisjoint(paths_around(layer)):
                 chosen[layer] = "full" if layer in layers else half
         # Of rules with the same pattern, the first one is right.
