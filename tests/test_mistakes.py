@@ -66,7 +66,7 @@ RULES_F16 = jmp.ops.OpRules.default(F16)
 SHAPES, TEXTS = jax.eval_shape(lambda: H), np.array(["a", "b", "c"])
 GONE = jnp.float32(1)
 GONE.delete()
-MASKED = np.ma.masked_less(np.float32([1, -1]), 0)
+MASKED = np.ma.masked_less(np.asarray([1, -1], np.float32), 0)
 dynamic: Any = jmp.DynamicLossScale
 TRACKED: Any = num.track_nonfinite(jnp.log)
 OF_INF, NO_OP = {"loss_scale": jnp.inf, "counter": 1}, jmp.NoOpLossScale()
