@@ -73,6 +73,7 @@ class Structure(NamedTuple):
     inputs: frozenset[Var]
     products: dict[Var, int]  # of which results of products it is made: bits
     negative: set[Var]  # multiples with a negative number, or sums of such
+    limited: set[Var]  # what a maximum with a number reads and makes
 
     def origins_of(self, variables: Iterable[Var]) -> int:
         """Return of what some variables are computed: bits."""
@@ -121,13 +122,15 @@ def structure(
     origins: dict[Var, int] = {v: 1 << next(count) for v in inputs}
     carried = set(filter(core.is_f32, carry))
     found = Structure(
-        {}, origins, set(), set(), {}, carried, frozenset(inputs), {}, set()
+        {}, origins, set(), set(), {}, carried, frozenset(inputs), {}, set(), set()
     )
     for eqn, arithmetic in zip(jaxpr.eqns, is_arithmetic, strict=True):
         found.made_by.update(dict.fromkeys(eqn.outvars, eqn))
         made_of = core.bit_or(found.products.get(v, 0) for v in variables(eqn.invars))
         if any(has(e.primitive.name, Fact.PRODUCT) for e in inner_eqns(eqn)):
             made_of = 1 << next(count)
+        if has(eqn.primitive.name, Fact.LIMITS) and _has_literal(eqn):
+            found.limited.update(variables((*eqn.invars, *eqn.outvars)))
         if _makes_negative(eqn, found.negative):
             found.negative.update(eqn.outvars)
         if made_of:
@@ -297,8 +300,7 @@ def _of_comparison(eqn: Eqn, use: int, of: Structure) -> list[int]:
     operands = list(variables(eqn.invars))
     origins = {of.origins.get(v, 0) for v in operands}
     is_of_limit = eqn.primitive.name in ("eq", "ne") and any(
-        has(maker.primitive.name, Fact.LIMITS) and _has_literal(maker)
-        for maker in (of.made_by[v] for v in operands if v in of.made_by)
+        v in of.limited for v in operands
     )
     asks = use & (ALL | Use.RETURNED) and (
         len(origins) > 1
