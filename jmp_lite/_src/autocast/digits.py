@@ -73,7 +73,7 @@ class Structure(NamedTuple):
     inputs: frozenset[Var]
     products: dict[Var, int]  # of which results of products it is made: bits
     negative: set[Var]  # multiples with a negative number, or sums of such
-    limited: set[Var]  # what a maximum with a number reads and makes
+    limits: set[tuple[Var, complex]]  # what a maximum with a number reads and makes
 
     def origins_of(self, variables: Iterable[Var]) -> int:
         """Return of what some variables are computed: bits."""
@@ -129,8 +129,8 @@ def structure(
         made_of = core.bit_or(found.products.get(v, 0) for v in variables(eqn.invars))
         if any(has(e.primitive.name, Fact.PRODUCT) for e in inner_eqns(eqn)):
             made_of = 1 << next(count)
-        if has(eqn.primitive.name, Fact.LIMITS) and _has_literal(eqn):
-            found.limited.update(variables((*eqn.invars, *eqn.outvars)))
+        if has(eqn.primitive.name, Fact.LIMITS):
+            found.limits.update(_with_numbers(eqn, (*eqn.invars, *eqn.outvars)))
         if _makes_negative(eqn, found.negative):
             found.negative.update(eqn.outvars)
         if made_of:
@@ -294,20 +294,22 @@ def _factors(maker: Eqn | None) -> set[Var]:
 def _of_comparison(eqn: Eqn, use: int, of: Structure) -> list[int]:
     """Return which digits a comparison asks for: if more than a choice of its operands.
 
-    Equality with a largest number of the same array is a choice of that, and so is that
-    of `max(x, 0)` with 0, which the derivative asks for.
+    Equality with a largest number of the same array is a choice of that. To compare `x`
+    with 0 is what `max(x, 0)` does, and its derivative.
     """
-    operands = list(variables(eqn.invars))
-    origins = {of.origins.get(v, 0) for v in operands}
-    is_of_limit = eqn.primitive.name in ("eq", "ne") and any(
-        v in of.limited for v in operands
-    )
-    asks = use & (ALL | Use.RETURNED) and (
-        len(origins) > 1
-        or len(eqn.invars) == 1
-        or (_has_literal(eqn) and not is_of_limit)
-    )
+    origins = {of.origins.get(v, 0) for v in variables(eqn.invars)}
+    is_number = _has_literal(eqn)
+    if is_number and of.limits.issuperset(_with_numbers(eqn, eqn.invars)):
+        return [0] * len(eqn.invars)
+    is_more = len(origins) > 1 or len(eqn.invars) == 1 or is_number
+    asks = use & (ALL | Use.RETURNED) and is_more
     return [ALL if asks else 0] * len(eqn.invars)
+
+
+def _with_numbers(eqn: Eqn, operands: Iterable[Var]) -> set[tuple[Var, complex]]:
+    """Return pairs of some variables and each number that an equation reads."""
+    numbers = [complex(v.val) for v in eqn.invars if compat.is_literal(v)]
+    return {(v, x) for v in variables(operands) for x in numbers}
 
 
 def _has_literal(eqn: Eqn) -> bool:

@@ -53,7 +53,7 @@ from jmp_lite._src.autocast.storage import (
 )
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, variables
-from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts, has
+from jmp_lite._src.jaxprs.primitives import Fact, facts, has
 
 
 class Arranged(NamedTuple):
@@ -394,8 +394,12 @@ class Search:
             if i is None or i in found or not self.is_inside[i]:
                 continue
             eqn = self.eqns[i]
-            names = [e.primitive.name for e in core.inner_eqns(eqn)]
-            if not all(facts(x) & linear or x in ("mul", CAST) for x in names):
+            if not all(
+                facts(e.primitive.name) & linear
+                or e.primitive.name == "mul"
+                or rules.is_retyping(e)
+                for e in core.inner_eqns(eqn)
+            ):
                 continue
             found[i] = tuple(
                 core.is_f32(v) and (compat.is_literal(v) or v not in self.computed)

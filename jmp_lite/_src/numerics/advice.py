@@ -162,9 +162,9 @@ def advise(
     Puts each layer whose operations overflow, or have an error of more than 32
     roundings, into float32; a layer with products in fp8 into bfloat16 first. In
     float16, it does so with layers whose half results of the forward pass, times
-    `headroom`, are beyond 65504. Repeats this until nothing changes. If an operation
-    shows an error of another layer (`1 - p`, where `p` was rounded to 1), that layer
-    goes into float32.
+    `headroom`, are beyond 65504. Repeats this until nothing changes; a layer that holds
+    others of these waits for them. If an operation shows an error of another layer
+    (`1 - p`, where `p` was rounded to 1), that layer goes into float32.
 
     Args:
       loss_fn: returns a scalar loss, written in float32.
@@ -276,10 +276,14 @@ class _Search:
             if not named and turn.fitting == turn.scale:
                 break
             in_fp8 = {row.layer for row in turn.measured.report.rows if row.is_fp8}
-            layers = {fault.layer for fault in forward or named}
+            around = {
+                outer
+                for fault in forward or named
+                for outer in paths_around(fault.layer)[:-1]
+            }
             for fault in forward or named:
-                # What goes into float32 inside of a layer may be all that it needs.
-                if any(x.startswith(f"{fault.layer}/") for x in layers):
+                # Layers inside of this one may be all that must be in float32.
+                if fault.layer in around:
                     continue
                 if fault.layer in in_fp8:
                     self.not_in_fp8[fault.layer] = fault.reason(in_fp8=True)
@@ -354,8 +358,7 @@ class _Search:
         half = half.with_output_dtype(default.compute_dtype)
         # By layer; one inside of another needs no rule.
         chosen: dict[str, Policy | str] = {}
-        outer_first = functools.partial(sorted, key=lambda x: x.count("/"))
-        for layer in (*outer_first(layers), *outer_first(self.not_in_fp8)):
+        for layer in (*_outer_first(layers), *_outer_first(self.not_in_fp8)):
             if chosen.keys().isdisjoint(paths_around(layer)):
                 chosen[layer] = "full" if layer in layers else half
         # Of rules with the same pattern, the first one is right.
@@ -391,6 +394,10 @@ def _scaled_step(
         return jax.value_and_grad(scaled, argnums, has_aux=True)(*held, **kwargs)
 
     return step
+
+
+def _outer_first(layers: Collection[str]) -> list[str]:
+    return sorted(layers, key=lambda layer: layer.count("/"))
 
 
 def _keyed(report: DryRunReport) -> Iterator[tuple[tuple[int, str], OpStats]]:
