@@ -120,7 +120,6 @@ def test_pyright_in_strict_mode(tmp_path: Path) -> None:
     check({e["range"]["start"]["line"] + 1: e["message"] for e in errors})
 
 
-@pytest.mark.full  # `make types` checks the package in each run
 def test_public_types_are_complete(tmp_path: Path) -> None:
     """As of a wheel, without the checkout beside it."""
     shutil.copytree(ROOT / "jmp_lite", tmp_path / "jmp_lite")

@@ -143,17 +143,24 @@ def _broken(device, size, step, of_base=None, **figures):
     return [row[1] for row in limits.broken_limits(device, size, rows)]
 
 
-def test_with_other_compilers_a_figure_may_not_grow_beside_that_of_its_base():
-    def growth(base, count):
-        committed = [_row(str(SCALED)), _row(str(SCALED.base))]
-        measured = [_row(str(SCALED), peak=count), _row(str(SCALED.base), peak=base)]
-        rows = ({row["step"]: row for row in of} for of in (committed, measured))
-        return limits.growth_of_ratios(*rows)
-
-    assert growth(2000, 2100) == growth(500, 500) == []
-    (row,) = growth(1000, 1051)
-    figures = f"1.000 → 1.051 of {SCALED.base}"
-    assert row == (str(SCALED), "peak", figures, "1.051×", "at most 1.05×")
+@pytest.mark.parametrize(
+    ("device", "size", "step", "figure", "fits", "breaks"),
+    [
+        ("h100", "full", SCALED, "traffic", 10_100, 10_101),
+        ("h100", "full", SCALED, "temporary", 5096, 5097),
+        ("h100", "full", SCALED, "kernels", 1024, 1025),  # of ten leaves
+        ("h100", "full", SCALED, "conditionals", 0, 1),
+        ("v5e", "full", SCALED, "host_transfers", 0, 1),
+        ("h100", "full", IN_FP8, "traffic", 10_700, 10_701),
+        ("h100", "full", REDUCED, "peak", 1000, 1001),
+        ("h100", "ci", SHARDED, "peak", 1250, 1251),
+        ("v5e", "ci", PARALLEL, "peak", 1040, 1041),
+    ],
+    ids=str,
+)
+def test_what_a_step_may_cost_has_limits(device, size, step, figure, fits, breaks):
+    assert _broken(device, size, step, {}, **{figure: fits}) == []
+    assert _broken(device, size, step, {}, **{figure: breaks}) == [figure]
 
 
 def _gathered(full):

@@ -90,24 +90,12 @@ def _is_printed(printed: str, said: str) -> bool:
     return got == want or want.startswith((f"{got}:", f"{got},"))
 
 
-# More than six seconds each. `make docs` runs the first as well: it is the notebook.
-SLOW = {
-    *("docs/ten_minutes.md", "docs/numerics.md", "docs/fp8.md"),
-    *("docs/trouble/memory.md", "docs/recipes/linen.md", "docs/recipes/ci.md"),
-    "docs/recipes/gradient_penalty.md",
-}
-
-
 # A reader runs them under JAX's defaults, with models of third parties in them.
 @pytest.mark.standard_promotion
 @pytest.mark.filterwarnings("ignore:Matrix products in fp8")  # slow on the CPU
 @pytest.mark.parametrize(
     "document",
-    [
-        pytest.param(page, marks=[pytest.mark.full] * (_name(page) in SLOW))
-        for page in PAGES
-        if _BLOCK.search(page.read_text("utf-8"))
-    ],
+    [page for page in PAGES if _BLOCK.search(page.read_text("utf-8"))],
     ids=_name,
 )
 def test_document_code_runs(

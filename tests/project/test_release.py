@@ -179,7 +179,6 @@ def test_every_extra_is_tried_in_an_environment_of_its_own():
     assert set(loop.split()) == PARTS | {"core"}
 
 
-@pytest.mark.full  # as `make dist-test` does at night, and for a release
 @pytest.mark.standard_promotion  # of optax.adam, as for users
 @pytest.mark.parametrize("part", SMOKE["PARTS"])
 def test_the_trial_of_a_wheel_runs(part):
