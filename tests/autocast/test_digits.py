@@ -149,6 +149,12 @@ def _read_in_half(x: Any, mask: Any) -> jax.Array:
     return jnp.mean((masked @ x / x.shape[1]) ** 2)
 
 
+def _made_before_a_loop(x: Any, mask: Any) -> jax.Array:
+    mask = jnp.where(mask < 0, jnp.finfo(jnp.float32).min, 0)
+    # What float16 stores of a masked row are multiples of 32: of small logits, equal.
+    return lax.map(lambda x: _attention(x[None], mask), x / 2).sum()
+
+
 MASKED = {
     "argument": _attention,
     "read in half": _read_in_half,
@@ -156,6 +162,8 @@ MASKED = {
     "chosen before a checkpoint": _chosen_before_a_checkpoint,
     "constant": lambda x, mask: _attention(x, jnp.asarray(_mask(x.shape[1]))[None]),
     "scanned": lambda x, mask: lax.map(lambda x: _attention(x[None], mask), x).sum(),
+    "made before a loop": _made_before_a_loop,
+    "made before a call": lambda x, mask: jax.jit(_attention)(x / 2, mask * 1),
     "batched": lambda x, mask: jax.vmap(lambda x: _attention(x, mask[0]))(x).sum(),
 }
 
@@ -169,6 +177,8 @@ def test_a_mask_with_the_smallest_float32_masks_and_makes_no_nan(half, size, giv
     fun, low = MASKED[given], autocast(MASKED[given], POLICIES[half])
     expected, found = (jax.jit(jax.value_and_grad(f))(*args) for f in (fun, low))
     assert largest_error(found, expected) < 4 * EPS[half]
+    inside = autocast(jax.value_and_grad(fun), POLICIES[half])
+    assert largest_error(jax.jit(inside)(*args), expected) < 4 * EPS[half]
 
 
 @IN_HALVES

@@ -300,3 +300,26 @@ def test_what_a_loop_carries_keeps_its_range(name, policy):
     expected = jax.jit(jax.grad(loss))(W)
     for fun in (autocast(jax.grad(loss), policy), jax.grad(autocast(loss, policy))):
         assert error(jax.jit(fun)(W), expected) < 2e-2
+
+
+FACTORS = {
+    "number": lambda h, factor: h * -1e6,
+    "array": lambda h, factor: h * factor,
+    "computed": lambda h, factor: h * -jnp.exp(jnp.log(-factor)),
+    "in a call": lambda h, factor: jax.jit(lambda h, f: h + h * f)(h, factor * 1),
+    "in a loop": lambda h, factor: lax.map(lambda h: h * (factor * 1), h[None])[0],
+}
+
+
+@IN_HALVES
+@pytest.mark.parametrize("name", FACTORS)
+def test_a_negative_factor_beyond_float16_is_no_mask(name, policy):
+    def loss(w, factor):
+        a = X @ w
+        h = FACTORS[name](a * 1e-4, factor) + a
+        return jnp.mean((h @ w) ** 2) / 1e4
+
+    factor = jnp.full((*X.shape[:2], N), -1e6)
+    expected = jax.jit(jax.grad(loss))(W, factor)
+    found = jax.jit(jax.grad(autocast(loss, policy)))(W, factor)
+    assert error(found, expected) < 2e-2

@@ -25,6 +25,7 @@ from jmp_lite._src.autocast.options import OpRules, Regions
 from jmp_lite._src.autocast.rules import Body, Op
 from jmp_lite._src.autocast.storage import (
     FLOAT32,
+    FREE,
     HALF,
     INPUT,
     NOT_OPENED,
@@ -245,7 +246,7 @@ class Analyzer:
 
         note(described.jaxpr.outvars, uses)
         softmaxes: list[int] = []
-        body = Body(self, place, described.structure, described.ends, {}, set())
+        body = Body(self, place, described.structure, described.ends, {}, set(), set())
         for index in reversed(range(len(described.ops))):
             op = described.ops[index]
             results = [of.get(v, 0) for v in op.eqn.outvars]
@@ -269,10 +270,15 @@ class Analyzer:
         held: dict[Var, Held] = {}
         for var, const in zip(jaxpr.constvars, sub.consts, strict=True):
             held[var] = of_constant(const, dtype) if core.is_f32(var) else OTHER
+        computed = set[Var]()
         for var, given in zip(jaxpr.invars, ins, strict=True):
-            held[var] = given if core.is_f32(var) else OTHER
+            held[var] = FLOAT32 if given == FREE else given
+            held[var] = held[var] if core.is_f32(var) else OTHER
+            if given in (HALF, FLOAT32):
+                computed.add(var)
         linear = {v for v, of in held.items() if of == HALF}
-        body = Body(self, place, described.structure, described.ends, held, linear)
+        known = described.structure, described.ends, held, linear, computed
+        body = Body(self, place, *known)
         plans: list[EqnPlan] = []
         for index, op in enumerate(described.ops):
             eqn = op.eqn
@@ -286,6 +292,11 @@ class Analyzer:
             for var, of in zip(eqn.outvars, outs, strict=True):
                 held[var] = of if core.is_f32(var) else OTHER
             linear.update(_linear_results(op, outs, body))
+            has_products = any(body.has_products for body in plan.bodies)
+            is_source = plan.rule.is_source or has_products or any(plan.half_out)
+            operands = core.variables(plan.rule.operands(eqn))
+            if is_source or not computed.isdisjoint(operands):
+                computed.update(eqn.outvars)
         # Gradients may be taken of it; of a rule for derivatives, none are.
         has_gradients = place.direction is Direction.FORWARD
         search = segments.Search(
@@ -293,6 +304,7 @@ class Analyzer:
             plans,
             held,
             uses.of,
+            computed,
             described.structure,
             described.ends,
             place=place,

@@ -72,6 +72,20 @@ def adds(eqn: Eqn) -> bool:
     return bool(facts(eqn.primitive.name) & Fact.LINEAR)
 
 
+def factors(eqn: Eqn) -> list[bool]:
+    """Return which operands are factors, in a call at any depth."""
+    if eqn.primitive.name == "mul":
+        return [True] * len(eqn.invars)
+    for body in compat.jaxprs_of(eqn):  # a call has one
+        found = set[Var]()
+        for inner in reversed(body.eqns):
+            is_part = not found.isdisjoint(inner.outvars)
+            pairs = zip(inner.invars, factors(inner), strict=True)
+            found.update(core.variables(v for v, is_f in pairs if is_f or is_part))
+        return [v in found for v in body.invars]
+    return [False] * len(eqn.invars)
+
+
 def is_exact(eqn: Eqn) -> bool:
     """Return whether to round the operand or the result is the same, as of a ReLU."""
     exact = Fact.EXACT | Fact.JOINS

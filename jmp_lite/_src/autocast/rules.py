@@ -20,6 +20,7 @@ from jmp_lite._src.autocast.digits import Structure, Use
 from jmp_lite._src.autocast.emit import Values
 from jmp_lite._src.autocast.storage import (
     FLOAT32,
+    FREE,
     HALF,
     INPUT,
     OTHER,
@@ -63,6 +64,7 @@ class Body(NamedTuple):
     ends: Ends
     held: dict[Var, Held]
     linear: set[Var]  # sums and multiples of what is stored in half
+    computed: set[Var]  # from products, and not from parameters alone
 
     @property
     def compute_dtype(self) -> DTypeLike:
@@ -448,6 +450,8 @@ class SubJaxprs(Rule):
                 ins[i] = FLOAT32
             elif i in castable and _casts_before(read[i], held):
                 ins[i] = HALF
+            elif held == FLOAT32 and eqn.invars[i] not in body.computed:
+                ins[i] = FREE
         fixed = {sub.operands[k] for sub in op.bodies for k in sub.fixed_in}
         plans = tuple(
             body.analyzer.plan(

@@ -29,6 +29,7 @@ from jmp_lite._src.autocast import rules, sums
 from jmp_lite._src.autocast.arithmetic import (
     adds,
     compares,
+    factors,
     is_exact,
     is_polynomial,
     is_reduction,
@@ -42,7 +43,6 @@ from jmp_lite._src.autocast.parts import find_parts
 from jmp_lite._src.autocast.storage import (
     HALF,
     INPUT,
-    OTHER,
     Enclosing,
     Ends,
     EqnPlan,
@@ -79,6 +79,7 @@ class Search:
         plans: Sequence[EqnPlan],
         held: Mapping[Var, Held],
         uses: Mapping[Var, int],
+        computed: Set[Var],
         structure: Structure,
         ends: Ends,
         *,
@@ -98,14 +99,9 @@ class Search:
         self.returned = set(variables(jaxpr.outvars))
         self.is_alive = self._find_alive()
         self.differentiated = sums.find_differentiated(jaxpr)
-        # What is computed from products, and not from parameters alone.
-        self.computed = {v for v in jaxpr.invars if held[v] not in (INPUT, OTHER)}
+        self.computed = computed
         for i, (eqn, plan) in enumerate(zip(self.eqns, self.plans, strict=True)):
             operands = set(variables(plan.rule.operands(eqn)))
-            has_products = any(body.has_products for body in plan.bodies)
-            is_source = plan.rule.is_source or has_products or any(plan.half_out)
-            if is_source or not self.computed.isdisjoint(operands):
-                self.computed.update(eqn.outvars)
             for v in operands if self.is_alive[i] else ():
                 self.readers[v].append(i)
         self.level = [0] * len(self.eqns)
@@ -402,8 +398,10 @@ class Search:
             ):
                 continue
             found[i] = tuple(
-                core.is_f32(v) and (compat.is_literal(v) or v not in self.computed)
-                for v in eqn.invars
+                core.is_f32(v)
+                and not is_factor
+                and (compat.is_literal(v) or v not in self.computed)
+                for v, is_factor in zip(eqn.invars, factors(eqn), strict=True)
             )
             queue += [v for v in variables(eqn.invars) if self._is_beside(v, i)]
         return {i: flags for i, flags in found.items() if any(flags)}

@@ -38,8 +38,11 @@ class Held(enum.IntEnum):
     OTHER = enum.auto()
     """Not float32: ignored."""
 
+    FREE = enum.auto()
+    """FLOAT32, and computed from no product. Only what a jaxpr is given is told so."""
 
-HALF, INPUT, FLOAT32, OTHER = Held
+
+HALF, INPUT, FLOAT32, OTHER, FREE = Held
 
 # From this number on, those of bfloat16 are 0.5 or more apart.
 _FAR = 64
