@@ -182,6 +182,16 @@ def test_a_mask_with_the_smallest_float32_masks_and_makes_no_nan(half, size, giv
 
 
 @IN_HALVES
+def test_a_call_is_given_a_number_that_half_does_not_hold(half: str) -> None:
+    def fun(w):
+        limited = jax.jit(lambda h, least: jnp.maximum(h, least) @ V)
+        return limited(X @ w, float(jnp.finfo(jnp.float32).min))
+
+    found = autocast(fun, POLICIES[half])(W)
+    assert largest_error(found, fun(W)) < EPS[half]
+
+
+@IN_HALVES
 def test_an_infinite_mask_stays_infinite(half: str) -> None:
     low = autocast(lambda w, mask: jnp.max(X @ w + mask, 1), POLICIES[half])
     mask = jnp.zeros((1, 8)).at[0, 3].set(-jnp.inf).at[0, 4].set(jnp.inf)

@@ -450,7 +450,9 @@ class SubJaxprs(Rule):
                 ins[i] = FLOAT32
             elif i in castable and _casts_before(read[i], held):
                 ins[i] = HALF
-            elif held == FLOAT32 and eqn.invars[i] not in body.computed:
+            elif held == FLOAT32 and body.computed.isdisjoint(
+                core.variables([eqn.invars[i]])
+            ):
                 ins[i] = FREE
         fixed = {sub.operands[k] for sub in op.bodies for k in sub.fixed_in}
         plans = tuple(
