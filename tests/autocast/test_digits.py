@@ -192,6 +192,18 @@ def test_a_call_is_given_a_number_that_half_does_not_hold(half: str) -> None:
 
 
 @IN_HALVES
+@pytest.mark.parametrize("number", [-1e4, -1e9, float(np.finfo(np.float32).min)])
+def test_what_is_masked_is_known_by_its_number(half: str, number: float) -> None:
+    def fun(w):
+        masked = jnp.where(_mask(8) < 0, number, X[:8] @ w).T
+        known = masked == number, masked <= number
+        return [jnp.where(of_mask, 0, masked) for of_mask in known]
+
+    found = autocast(fun, POLICIES[half])(W)
+    assert largest_error(found, fun(W)) < EPS[half]
+
+
+@IN_HALVES
 def test_an_infinite_mask_stays_infinite(half: str) -> None:
     low = autocast(lambda w, mask: jnp.max(X @ w + mask, 1), POLICIES[half])
     mask = jnp.zeros((1, 8)).at[0, 3].set(-jnp.inf).at[0, 4].set(jnp.inf)

@@ -182,7 +182,20 @@ def product_of_a_negative(mm, w):
     return mm(-jnp.asarray(NEAR_ONE, w.dtype), _near(w)) + mm(NEAR_ONE, WEIGHTS)
 
 
+def difference_of_three(mm, w):
+    a, b, c = (mm(s * NEAR_ONE.astype(w.dtype), _near(w)) for s in (0.98, 1, 1.04))
+    return jnp.concatenate([a - 2 * b + c, -b + 1 + c])
+
+
+def margin(mm, w):
+    """From the largest other logit, and between the ends of a row."""
+    h = mm(NEAR_ONE.astype(w.dtype), _near(w))
+    return jnp.stack([h[:, 0] - h[:, 1:].max(-1), h.max(-1) - h.min(-1)])
+
+
 _NAMED = [
+    difference_of_three,
+    margin,
     prefix_products,
     laplacian,
     update_of_blocks,

@@ -29,6 +29,7 @@ import numpy as np
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import products
+from jmp_lite._src.autocast.storage import may_be_far
 from jmp_lite._src.autocast.sums import is_lookup
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, inner_eqns, variables
@@ -73,6 +74,7 @@ class Structure(NamedTuple):
     inputs: frozenset[Var]
     products: dict[Var, int]  # of which results of products it is made: bits
     negative: set[Var]  # multiples with a negative number, or sums of such
+    differences: set[Var]  # that ask for digits of their terms
     limits: set[tuple[Var, complex]]  # what a maximum with a number reads and makes
 
     def origins_of(self, variables: Iterable[Var]) -> int:
@@ -122,7 +124,17 @@ def structure(
     origins: dict[Var, int] = {v: 1 << next(count) for v in inputs}
     carried = set(filter(core.is_f32, carry))
     found = Structure(
-        {}, origins, set(), set(), {}, carried, frozenset(inputs), {}, set(), set()
+        {},
+        origins,
+        set(),
+        set(),
+        {},
+        carried,
+        frozenset(inputs),
+        {},
+        set(),
+        set(),
+        set(),
     )
     for eqn, arithmetic in zip(jaxpr.eqns, is_arithmetic, strict=True):
         found.made_by.update(dict.fromkeys(eqn.outvars, eqn))
@@ -133,6 +145,8 @@ def structure(
             found.limits.update(_with_numbers(eqn, (*eqn.invars, *eqn.outvars)))
         if _makes_negative(eqn, found.negative):
             found.negative.update(eqn.outvars)
+        if adds(eqn.primitive.name) and _is_difference(eqn, found):
+            found.differences.update(eqn.outvars)
         if made_of:
             found.products.update(dict.fromkeys(eqn.outvars, made_of))
         is_mask = eqn.outvars and all(map(core.is_bool, eqn.outvars))
@@ -255,34 +269,45 @@ def _of_own(eqn: Eqn, use: int, of: Structure) -> list[int]:
 
 
 def _of_terms(eqn: Eqn, use: int, of: Structure) -> list[int]:
-    subtracts = eqn.primitive.name == "sub"
-    if _has_literal(eqn):
-        number = next(v for v in eqn.invars if compat.is_literal(v))
-        is_empty = core.size(eqn.outvars[0]) == 0
-        is_difference = subtracts or _is_negative(number, of.negative)
-        cancels = not is_empty and number.val != 0 and is_difference
-        # A sum with a number is all that a product reads of it: no digit is lost.
-        if not cancels or not use & ~Use.HALF:
-            return [0, 0]
-        return [0 if compat.is_literal(v) else NEAR for v in eqn.invars]
-    moved = [_moved_from(v, of.made_by) for v in eqn.invars]
-    negative = [_is_negative(v, of.negative) for v in moved]
-    is_difference = negative[0] != (negative[1] != subtracts)
-    pairs = zip(eqn.invars, reversed(eqn.invars), strict=True)
-    if not is_difference or any(_is_bias(v, other, eqn, of) for v, other in pairs):
+    # A sum with a number is all that a product reads of it: no digit is lost.
+    is_read = not _has_literal(eqn) or use & ~Use.HALF
+    if not is_read or of.differences.isdisjoint(eqn.outvars):
         return [0, 0]
+    if _has_literal(eqn):
+        return [0 if compat.is_literal(v) else NEAR for v in eqn.invars]
     # Multiples with one factor cancel as what is multiplied does.
     factors = [_factors(of.made_by.get(v)) for v in eqn.invars]
     asked = TERMS if factors[0].isdisjoint(factors[1]) else TERMS | NEAR
     return [asked, asked]
 
 
+def _is_difference(eqn: Eqn, of: Structure) -> bool:
+    """Return whether terms may cancel: a sum of a difference is one, too."""
+    moved = [_moved_from(v, of.made_by) for v in eqn.invars]
+    negative = [_is_negative(v, of.negative) for v in moved]
+    signs_differ = negative[0] != (negative[1] != (eqn.primitive.name == "sub"))
+    if _has_literal(eqn):
+        numbers = [v for v in eqn.invars if compat.is_literal(v)]
+        is_empty = core.size(eqn.outvars[0]) == 0
+        return not is_empty and numbers[0].val != 0 and signs_differ
+    if not signs_differ and of.differences.isdisjoint(variables(moved)):
+        return False
+    pairs = zip(eqn.invars, reversed(eqn.invars), strict=True)
+    return not any(_is_bias(v, other, eqn, of) for v, other in pairs)
+
+
 def _is_bias(var: Var, other: Var, eqn: Eqn, of: Structure) -> bool:
-    """Return whether a term is a bias, or a statistic of the other, as in a norm."""
+    """Return whether a term is a bias, or a statistic of the other, as in a norm.
+
+    A largest number, with one of as many others, makes a margin.
+    """
+    moved_from = variables([_moved_from(var, of.made_by)])
+    if of.is_full(var, eqn) and of.statistics.isdisjoint(moved_from):
+        return False
     made_of = of.products.get(var, 0)
     if var in of.statistics:
         return not made_of or bool(made_of & of.products.get(other, 0))
-    return not made_of and of.is_full(other, eqn) and not of.is_full(var, eqn)
+    return not made_of and of.is_full(other, eqn)
 
 
 def _factors(maker: Eqn | None) -> set[Var]:
@@ -295,14 +320,16 @@ def _of_comparison(eqn: Eqn, use: int, of: Structure) -> list[int]:
     """Return which digits a comparison asks for: if more than a choice of its operands.
 
     Equality with a largest number of the same array is a choice of that. To compare `x`
-    with 0 is what `max(x, 0)` does, and its derivative.
+    with 0 is what `max(x, 0)` does, and its derivative. A number that is far from 0 is
+    one of a mask, which half precision has not.
     """
     origins = {of.origins.get(v, 0) for v in variables(eqn.invars)}
-    is_number = _has_literal(eqn)
-    if is_number and of.limits.issuperset(_with_numbers(eqn, eqn.invars)):
+    numbers = list(filter(compat.is_literal, eqn.invars))
+    if numbers and of.limits.issuperset(_with_numbers(eqn, eqn.invars)):
         return [0] * len(eqn.invars)
-    is_more = len(origins) > 1 or len(eqn.invars) == 1 or is_number
-    asks = use & (ALL | Use.RETURNED) and is_more
+    is_more = len(origins) > 1 or len(eqn.invars) == 1 or numbers
+    is_of_mask = any(core.is_float(v) and may_be_far(v) for v in numbers)
+    asks = is_of_mask or (use & (ALL | Use.RETURNED) and is_more)
     return [ALL if asks else 0] * len(eqn.invars)
 
 

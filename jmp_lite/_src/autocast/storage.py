@@ -80,7 +80,7 @@ def _of_scalar(x: float, compute_dtype: DTypeLike) -> Held:
 def may_be_far(var: Var) -> bool:
     """Return whether a variable is one number, and not known to be near zero."""
     if compat.is_literal(var):
-        return abs(float(var.val)) >= _FAR
+        return bool(_FAR <= abs(var.val) < math.inf)
     return core.size(var) == 1
 
 
