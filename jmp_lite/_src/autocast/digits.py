@@ -21,9 +21,9 @@ y * sin` asks nothing, as in rotary embeddings; nor does a sum of many terms, wh
 roundings cancel; an offset inside of a product (a column of ones) cannot be seen.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import NamedTuple
 
 import numpy as np
 
@@ -59,23 +59,33 @@ NEAR, TERMS, ALL = Use.NEAR, Use.TERMS, Use.ALL
 
 # How many terms a sum has whose roundings cancel.
 _MANY = 16
+# A mean of fewer is near each of them: what it is subtracted from cancels.
+_OF_A_NORM = 8
 
 
-class Structure(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Structure:
     """What a jaxpr itself says of its variables."""
 
-    made_by: dict[Var, Eqn]
     # Per variable, of which inputs, products and other results it is computed: bits.
     origins: dict[Var, int]
-    spread: set[Var]  # made of a smaller array, whose numbers it repeats
-    statistics: set[Var]  # made of sums over axes, and of nothing larger
-    roots: dict[Var, Var]  # the array that a value is a part of, or moved from
     carried: set[Var]  # sums and multiples of what a loop carries
     inputs: frozenset[Var]
-    products: dict[Var, int]  # of which results of products it is made: bits
-    negative: set[Var]  # multiples with a negative number, or sums of such
-    differences: set[Var]  # that ask for digits of their terms
-    limits: set[tuple[Var, complex]]  # what a maximum with a number reads and makes
+    made_by: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
+    # Made of a smaller array, whose numbers it repeats.
+    spread: set[Var] = dataclasses.field(default_factory=set)
+    # Made of sums over axes, and of nothing larger.
+    statistics: set[Var] = dataclasses.field(default_factory=set)
+    # The array that a value is a part of, or moved from.
+    roots: dict[Var, Var] = dataclasses.field(default_factory=dict)
+    # Of which results of products it is made: bits.
+    products: dict[Var, int] = dataclasses.field(default_factory=dict)
+    # Multiples with a negative number, or sums of such.
+    negative: set[Var] = dataclasses.field(default_factory=set)
+    # What asks for digits of its terms.
+    differences: set[Var] = dataclasses.field(default_factory=set)
+    # What a maximum with a number reads and makes.
+    limits: set[tuple[Var, complex]] = dataclasses.field(default_factory=set)
 
     def origins_of(self, variables: Iterable[Var]) -> int:
         """Return of what some variables are computed: bits."""
@@ -123,19 +133,7 @@ def structure(
     inputs = *jaxpr.constvars, *jaxpr.invars
     origins: dict[Var, int] = {v: 1 << next(count) for v in inputs}
     carried = set(filter(core.is_f32, carry))
-    found = Structure(
-        {},
-        origins,
-        set(),
-        set(),
-        {},
-        carried,
-        frozenset(inputs),
-        {},
-        set(),
-        set(),
-        set(),
-    )
+    found = Structure(origins, carried, frozenset(inputs))
     for eqn, arithmetic in zip(jaxpr.eqns, is_arithmetic, strict=True):
         found.made_by.update(dict.fromkeys(eqn.outvars, eqn))
         made_of = core.bit_or(found.products.get(v, 0) for v in variables(eqn.invars))
@@ -171,10 +169,11 @@ def _note(eqn: Eqn, found: Structure) -> None:
             found.spread.update(eqn.outvars)
     elif found.spread.issuperset(floats):
         found.spread.update(eqn.outvars)
-    reduces = floats and size < core.size(floats[0])
+    terms = core.size(floats[0]) / size if floats and size else 0
     others = [v for v in floats if v not in found.statistics]
     is_of_statistics = len(others) < len(floats) and found.spread.issuperset(others)
-    if (known & (Fact.SUMS | Fact.CHOOSES) and reduces) or is_of_statistics:
+    is_total = known & Fact.SUMS and terms >= _OF_A_NORM
+    if is_total or (known & Fact.CHOOSES and terms > 1) or is_of_statistics:
         found.statistics.update(eqn.outvars)
     carried = [v in found.carried for v in floats]
     is_linear = known & (Fact.LINEAR | Fact.MOVES | Fact.JOINS)
