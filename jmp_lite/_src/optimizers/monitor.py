@@ -123,7 +123,8 @@ def check_skipped_steps(
 
     Warns:
       UserWarning: fewer steps were skipped, all because the loss itself was not finite:
-        no loss scale repairs that.
+        no loss scale repairs that. It is the same at each step, which Python shows
+        once; `nonfinite_losses` of `loss_scale_metrics` counts.
 
     Examples:
       >>> import optax
@@ -146,10 +147,10 @@ def check_skipped_steps(
         losses = int(np.max(np.asarray(state.consecutive_nonfinite_losses)))
         if skips < max_consecutive_skips:
             if losses == skips > 0:
-                of_last = f"{skips} steps" if skips > 1 else "step"
+                # Without a count: Python shows equal warnings of a line once.
                 warnings.warn(
-                    f"The loss itself{where} was not finite in the last {of_last}: "
-                    f"{_LOSS}",
+                    f"The loss itself{where} was not finite in each step since the "
+                    f"last that was applied: {_LOSS}",
                     stacklevel=2,
                 )
             continue
