@@ -376,3 +376,14 @@ def test_a_state_of_another_dtype_or_rule_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             tx.update(params, other.init(params), params)
+
+
+def test_an_error_of_the_inner_optimiser_is_not_taken_for_one_of_gradients():
+    def fail(updates, state, params=None):
+        raise ValueError("of the inner one")
+
+    failing = optax.GradientTransformation(lambda params: optax.EmptyState(), fail)
+    inner = optax.chain(optax.trace(0.9), failing)
+    tx, params = scale_aware(low_precision_state(inner, min_size=1)), jnp.ones((2, 2))
+    with pytest.raises(ValueError, match="^of the inner one$"):
+        tx.update(params, tx.init(params), params)

@@ -213,6 +213,13 @@ def test_a_loss_that_is_not_finite_is_told_as_such():
     assert state.nonfinite_losses == 3 and state.consecutive_nonfinite_losses == 0
 
 
+def test_the_host_reads_a_state_where_jax_may_transfer_nothing_by_itself():
+    state = _state_after([jnp.inf])
+    with jax.transfer_guard("disallow"):
+        check_skipped_steps(state)
+        assert loss_scale_metrics(state, host=True)["skipped_steps"] == 1
+
+
 def test_without_a_value_nan_at_the_least_scale_is_a_loss_that_is_not_finite():
     scale = DynamicLossScale(4.0, min_loss_scale=1.0)
     grads = [jnp.nan, jnp.nan, jnp.nan, jnp.inf, jnp.nan]
