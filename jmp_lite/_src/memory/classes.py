@@ -117,12 +117,13 @@ def _is_state(tree: object) -> bool:
     """Return whether this is the state of an optimiser, or a chain of such states."""
     if not isinstance(tree, tuple):
         return False
-    if not hasattr(tree, "_fields"):
+    fields = getattr(tree, "_fields", None)
+    if fields is None:
         return bool(tree) and all(map(_is_state, tree))
     known = type(tree).__module__.startswith(("optax", "jmp_lite._src.optimizers"))
     of_training = {x for x, kind in _FIELDS.items() if kind in (PARAMETERS, STATE)}
     is_named = type(tree).__name__.endswith("State")
-    return known or (is_named and of_training.isdisjoint(tree._fields))
+    return known or (is_named and of_training.isdisjoint(fields))
 
 
 def _has(tree: object, is_kind: Callable[[object], bool]) -> bool:
