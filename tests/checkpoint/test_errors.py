@@ -159,6 +159,14 @@ def test_a_damaged_checkpoint_prints_no_tracebacks_of_an_event_loop(
     assert caplog.text == "" and capfd.readouterr().err == ""
 
 
+def test_the_folder_of_one_step_is_not_taken_for_that_of_all(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {}, step=3)
+    one, expected = tmp_path / "3", f"which is one of them: pass {tmp_path}."
+    assert expected in refusal(checkpoint.restore, one, {})
+    assert expected in refusal(checkpoint.save, one, {}, step=4)
+    assert expected in refusal(checkpoint.latest_step, one)
+
+
 def test_the_checkpoint_of_another_program_is_said_to_be_theirs(tmp_path: Path) -> None:
     state = {"x": jnp.ones(2)}
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)

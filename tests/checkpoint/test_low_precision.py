@@ -117,3 +117,10 @@ def test_other_shapes_are_refused(tmp_path: Path) -> None:
     like = _tx(None).init({"w": jnp.ones((4, WIDTH))})
     text = refusal(save_and_restore, tmp_path, _state("8bit"), like, cast=True)
     assert "inner_state/0/mu/w" in text
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.uint8])
+def test_a_node_of_a_user_with_values_is_no_array_in_low_precision(dtype, tmp_path):
+    checkpoint.save(tmp_path, {"m": {"values": jnp.ones(3, dtype)}}, step=0)
+    text = refusal(checkpoint.restore, tmp_path, {"m": jnp.ones(3)}, cast=True)
+    assert "differ in structure" in text and "m/values" in text

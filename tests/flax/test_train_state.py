@@ -80,6 +80,17 @@ def test_after_an_overflow_the_running_variance_is_what_it_was(flax):
     assert last.step.dtype == jnp.int32
 
 
+@of_both
+def test_a_first_state_that_is_weakly_typed_is_in_the_types_of_the_next(flax):
+    def update(updates, state, params=None):
+        return updates, state * jnp.float32(0.5)
+
+    first = flax.create(
+        optax.GradientTransformation(lambda p: jnp.asarray(1.0), update)
+    )
+    assert bitwise.avals(flax.apply(first, *FINITE)) == bitwise.avals(first)
+
+
 INNER: dict[str, Any] = {
     "adamw": lambda: optax.adamw(schedule()),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.1), 2),

@@ -1,5 +1,7 @@
 """What the arguments of a step are, told by what they are."""
 
+from typing import Any, NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from flax.training import train_state
 
 import jmp_lite as jmp
 import jmp_lite.linen
+import jmp_lite.nnx
 from benchmarks.common import transformer
 from jmp_lite import memory
 
@@ -93,11 +96,33 @@ def test_variables_and_train_states_of_linen():
         parameters=params, state=state.opt_state, batch=x, other=jnp.int32(0)
     )
     scaled = jmp.scale_aware(optax.adam(1e-3))
-    ours = jmp_lite.linen.TrainState.create(tx=scaled, batch_stats=stats, **held)
+    more = {"batch_stats": stats, "ema_decay": 0.9}
+    ours = jmp_lite.linen.TrainState.create(tx=scaled, **more, **held)
     found = told(lambda s, x: (s, x.sum()), ours, x)
-    assert found == sizes(
-        parameters=params, state=ours.opt_state, batch=x, other=(stats, ours.step)
+    other = stats, ours.step, ours.ema
+    assert found == sizes(parameters=params, state=ours.opt_state, batch=x, other=other)
+
+
+def test_our_train_state_of_nnx():
+    tx, model = jmp.scale_aware(optax.adam(1e-3)), nnx_models.make(nnx_models.Busy)
+    state = jmp_lite.nnx.TrainState.create(model, tx, ema_decay=0.9)
+    step = memory.of_step(lambda state, x: (state, x.sum()))
+    assert step(state, X).parameter_count == sum(
+        x.size for x in jax.tree.leaves(state.params)
     )
+    found = step(state, X).arguments
+    assert found.pop("other state") > 0  # statistics, keys, the average, the step
+    assert found == sizes(parameters=state.params, state=state.opt_state, batch=X)
+
+
+def test_a_named_tuple_of_a_model_and_its_optimiser_is_no_state_of_an_optimiser():
+    class TrainState(NamedTuple):
+        model: Any
+        opt_state: Any
+
+    state = TrainState(PARAMS, optax.adam(1e-3).init(PARAMS))
+    found = told(lambda state, x: (state, x.sum()), state, X)
+    assert found == sizes(parameters=PARAMS, state=state.opt_state, batch=X)
 
 
 def test_modules_optimisers_and_states_of_nnx():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optimizers import (
     Trainer,
@@ -325,6 +326,21 @@ def test_a_sharded_step_has_the_numbers_of_one_and_asks_no_other_device(dtype, s
         assert f"{collective}(" not in program
 
 
+@with_low_dtypes
+def test_a_step_on_an_explicit_mesh_has_the_numbers_of_one(dtype):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    trainer = Trainer(low_precision_state(optax.sgd(1e-2, 0.9), dtype))
+    params = jnp.asarray(_lognormal(6, 3, (16, 2048)))
+    expected = trainer.run(params, [params])
+    for spec in (P("data", None), P(None, "data")):
+        sharding = NamedSharding(mesh, spec)
+        placed = jax.device_put(params, sharding)
+        with jax.set_mesh(mesh):
+            found = trainer.step(placed, trainer.init(placed), placed)
+        bitwise.assert_same(found, expected)
+        assert_sharded((found[0], found[1].inner_state[0].trace), sharding)
+
+
 def test_a_step_in_shard_map_works_on_its_shards():
     tx = low_precision_state(optax.trace(0.9), "8bit")
     params = jnp.asarray(_lognormal(6, 3, (1, 4096)))  # 512 numbers on each device
@@ -376,3 +392,15 @@ def test_a_state_of_another_dtype_or_rule_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             tx.update(params, other.init(params), params)
+
+
+def test_an_error_of_the_inner_optimiser_is_not_taken_for_one_of_gradients():
+    def fail(updates, state, params=None):
+        raise ValueError("of the inner one")
+
+    failing = optax.GradientTransformation(lambda params: optax.EmptyState(), fail)
+    inner = optax.chain(optax.trace(0.9), failing)
+    tx = scale_aware(low_precision_state(inner, min_size=1))
+    params = {"w": jnp.ones((2, 2))}
+    with pytest.raises(ValueError, match="^of the inner one$"):
+        tx.update(params, tx.init(params), params)

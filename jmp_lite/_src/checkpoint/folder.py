@@ -52,6 +52,11 @@ def resolve_folder(
             raise ValueError(
                 f"Expected a folder for checkpoints, got {root}: {there} is no folder."
             )
+        if _holds_record(root):
+            raise ValueError(
+                f"Expected the folder of checkpoints, got {root}, which is one of "
+                f"them: pass {root.parent}."
+            )
     return root
 
 

@@ -38,7 +38,10 @@ def like_saved(like: object, saved: dict[str, LeafSpec]) -> Any:
         array = x.values if is_low else x
         if is_low and name in arrays:
             return _abstract(array.shape, arrays[name], sharding_of(array))
-        if values is None or not (is_low or trees.is_castable(x)):
+        stored_in = "bfloat16" if scales is None else "uint8"
+        if values is None or values.dtype != stored_in:  # a user's own node
+            return x
+        if not (is_low or trees.is_castable(x)):
             return x
         if is_low and (x.scales is None) == (scales is None):
             return x

@@ -25,7 +25,7 @@ CLASSES = (PARAMETERS, STATE, BATCH, OTHER)
 _FIELDS = {
     **dict.fromkeys(("params", "parameters", "model"), PARAMETERS),
     **dict.fromkeys(("opt_state", "optimizer_state"), STATE),
-    **dict.fromkeys(("batch_stats", "loss_scale", "step"), OTHER),
+    **dict.fromkeys(("batch_stats", "ema", "loss_scale", "step"), OTHER),
 }
 
 
@@ -77,14 +77,17 @@ def _classes(
     tree: object, returned: set[tuple[object, ...]], otherwise: str
 ) -> list[str]:
     """Return the class of each array, by what the step returns."""
-    arrays, variables = _arrays(tree), jax.tree.leaves(tree, is_leaf=_is_variable)
-    if any(map(_is_variable, variables)):
-        return [_class_of_variable(x) for x in variables for _ in _arrays(x)]
+    arrays, leaves = _arrays(tree), jax.tree.leaves(tree, is_leaf=_is_variable)
+    of_variables = [_class_of_variable(x) for x in leaves for _ in _arrays(x)]
+    if STATE in of_variables:  # nnx' optimiser has variables of its own
+        return of_variables
     if _is_state(tree):
         return [STATE] * len(arrays)
     # As variables of linen have parameters.
     names = tree if isinstance(tree, Mapping) else getattr(tree, "__dict__", ())
-    if not _has_state(tree) and "params" not in names:
+    if not _has(tree, _is_state) and "params" not in names:
+        if _has(tree, _is_variable):
+            return of_variables
         if _structure(tree) in returned:
             is_floating = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
             otherwise = PARAMETERS if is_floating else OTHER
@@ -92,7 +95,8 @@ def _classes(
     found = []
     for path, child in _children(tree):
         known = _FIELDS.get(trees.key_path(path))
-        if known is None or (known == PARAMETERS and _has_state(child)):
+        is_mixed = _has(child, _is_state) or _has(child, _is_variable)
+        if known is None or (known == PARAMETERS and is_mixed):
             found += _classes(child, returned, otherwise)
         else:
             found += [known] * len(_arrays(child))
@@ -113,15 +117,17 @@ def _is_state(tree: object) -> bool:
     """Return whether this is the state of an optimiser, or a chain of such states."""
     if not isinstance(tree, tuple):
         return False
-    if not hasattr(tree, "_fields"):
+    fields = getattr(tree, "_fields", None)
+    if fields is None:
         return bool(tree) and all(map(_is_state, tree))
     known = type(tree).__module__.startswith(("optax", "jmp_lite._src.optimizers"))
-    is_named = type(tree).__name__.endswith("State") and not hasattr(tree, "params")
-    return known or is_named
+    of_training = {x for x, kind in _FIELDS.items() if kind in (PARAMETERS, STATE)}
+    is_named = type(tree).__name__.endswith("State")
+    return known or (is_named and of_training.isdisjoint(fields))
 
 
-def _has_state(tree: object) -> bool:
-    return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
+def _has(tree: object, is_kind: Callable[[object], bool]) -> bool:
+    return any(map(is_kind, jax.tree.leaves(tree, is_leaf=is_kind)))
 
 
 def _children(tree: object) -> list[tuple[KeyPath, object]]:

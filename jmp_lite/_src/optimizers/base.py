@@ -61,7 +61,7 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
         try:
             new_updates, new_state = inner.update(updates, state, params, **extra)
         except (OverflowError, TypeError, ValueError) as error:
-            if not _is_ours(error):
+            if not _is_explained(error):
                 check_leaves(updates, "gradients")
                 if why := _why_unlike(updates, state, params):
                     raise ValueError(f"{_LIKE_PARAMS}: {why}.") from error
@@ -106,9 +106,11 @@ def _other_shape(tree: object, params: object) -> str:
     return ""
 
 
-def _is_ours(error: Exception) -> bool:
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_globals["__name__"].startswith("jmp_lite.")
+def _is_explained(error: Exception) -> bool:
+    """Return whether an error is ours, or was seen by `update_fn` of one inside."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_ours = frames[-1].f_globals["__name__"].startswith("jmp_lite.")
+    return is_ours or frames[0].f_code in [frame.f_code for frame in frames[1:]]
 
 
 def strongly_typed(x: object) -> object:

@@ -147,8 +147,12 @@ def _largest_of_blocks(*arrays: jax.Array) -> list[jax.Array]:
     *rows, n = arrays[0].shape
     count = -(-n // BLOCK)
     padding = [(0, 0)] * len(rows) + [(0, count * BLOCK - n)]
+    blocks = [jnp.pad(x, padding).reshape(*rows, count, BLOCK) for x in arrays]
+    # Of an explicit sharding, a reduction of several arrays forgets it.
+    if any(jax.typeof(blocks[0]).sharding.spec):
+        return [x.max(-1) for x in blocks]
     return jax.lax.reduce(
-        [jnp.pad(x, padding).reshape(*rows, count, BLOCK) for x in arrays],
+        blocks,
         [np.zeros((), x.dtype) for x in arrays],
         lambda a, b: list(map(jnp.maximum, a, b)),
         (len(rows) + 1,),

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from jax.core import Tracer
 from jmp_lite._src import arguments, trees
 from jmp_lite._src.loss_scale import get_loss_scale
 from jmp_lite._src.optimizers.scale_aware import ScaleAwareState
+
+T = TypeVar("T")
 
 _LOSS = (
     "a batch, or a forward pass beyond the range of the compute dtype. "
@@ -67,15 +69,7 @@ def loss_scale_metrics(
       0.5
     """
     arguments.flag(host, "host")
-    states = _find_states(opt_state)
-    metrics = {}
-    for path, state in states.items():
-        prefix = f"{path}/" if len(states) > 1 else ""
-        scale = jnp.asarray(state.loss_scale.loss_scale, jnp.float32)
-        metrics[f"{prefix}loss_scale"] = scale
-        for name in _OF_STATE:
-            # asarray unwraps the Variable in which nnx.Optimizer stores each array.
-            metrics[f"{prefix}{name}"] = jnp.asarray(getattr(state, name))
+    states, norm = _find_states(opt_state), None
     if grads is not None:
         if len(states) > 1:
             raise ValueError(
@@ -83,16 +77,24 @@ def loss_scale_metrics(
                 f"{list(states)}: pass the part of the state whose gradients they are."
             )
         unscaled = trees.cast_at_least_float32(get_loss_scale(opt_state).unscale(grads))
-        metrics["grad_norm"] = trees.norm(unscaled)
-    if not host:
-        return metrics
-    if any(isinstance(x, Tracer) for x in metrics.values()):
-        raise TypeError(
+        norm = trees.norm(unscaled)
+    if host:
+        states, norm = _on_host(
+            (states, norm),
             "host=True reads the state on the host: call loss_scale_metrics without it "
-            "inside of jax.jit and scan, and with it outside."
+            "inside of jax.jit and scan, and with it outside.",
         )
-    numbers = jax.device_get(list(metrics.values()))
-    return {name: x.tolist() for name, x in zip(metrics, numbers, strict=True)}
+    metrics, xp = {}, np if host else jnp
+    for path, state in states.items():
+        prefix = f"{path}/" if len(states) > 1 else ""
+        scale = xp.asarray(state.loss_scale.loss_scale, xp.float32)
+        metrics[f"{prefix}loss_scale"] = scale
+        for name in _OF_STATE:
+            # asarray unwraps the Variable in which nnx.Optimizer stores each array.
+            metrics[f"{prefix}{name}"] = xp.asarray(getattr(state, name))
+    if norm is not None:
+        metrics["grad_norm"] = norm
+    return {name: x.tolist() for name, x in metrics.items()} if host else metrics
 
 
 def check_skipped_steps(
@@ -123,7 +125,8 @@ def check_skipped_steps(
 
     Warns:
       UserWarning: fewer steps were skipped, all because the loss itself was not finite:
-        no loss scale repairs that.
+        no loss scale repairs that. It is the same at each step, which Python shows
+        once; `nonfinite_losses` of `loss_scale_metrics` counts.
 
     Examples:
       >>> import optax
@@ -135,21 +138,21 @@ def check_skipped_steps(
       (pytorch#40497).
     """
     arguments.count(max_consecutive_skips, "max_consecutive_skips")
-    for path, state in _find_states(opt_state).items():
-        if isinstance(state.consecutive_skips, Tracer):
-            raise TypeError(
-                "check_skipped_steps reads the state on the host: call it outside of "
-                "jax.jit and scan. Inside, compare consecutive_skips of the state."
-            )
+    states = _on_host(
+        _find_states(opt_state),
+        "check_skipped_steps reads the state on the host: call it outside of jax.jit "
+        "and scan. Inside, compare consecutive_skips of the state.",
+    )
+    for path, state in states.items():
         where = f" of {path!r}" if path else ""
         skips = int(np.max(np.asarray(state.consecutive_skips)))
         losses = int(np.max(np.asarray(state.consecutive_nonfinite_losses)))
         if skips < max_consecutive_skips:
             if losses == skips > 0:
-                of_last = f"{skips} steps" if skips > 1 else "step"
+                # Without a count: Python shows equal warnings of a line once.
                 warnings.warn(
-                    f"The loss itself{where} was not finite in the last {of_last}: "
-                    f"{_LOSS}",
+                    f"The loss itself{where} was not finite in each step since the "
+                    f"last that was applied: {_LOSS}",
                     stacklevel=2,
                 )
             continue
@@ -166,8 +169,17 @@ def check_skipped_steps(
         )
 
 
+def _on_host(tree: T, error: str) -> T:
+    """Return a tree with its arrays on the host, in one transfer."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
+        raise TypeError(error)
+    return jax.device_get(tree)
+
+
 def _find_states(opt_state: object) -> dict[str, ScaleAwareState]:
-    states = dict(trees.find(opt_state, ScaleAwareState))
+    """Return the states by key path, without those of the optimisers inside."""
+    found = trees.find(opt_state, ScaleAwareState)
+    states = {path: state._replace(inner_state=None) for path, state in found}
     if not states:
         raise ValueError(
             f"Found no ScaleAwareState in a state of type {type(opt_state).__name__}; "

@@ -45,8 +45,10 @@ def noise_like(x: jax.Array, seed: jax.Array) -> jax.Array:
     leaves takes 14 s to compile on a CPU.
     """
     position, stride = seed[0], 1
+    sharding = jax.typeof(x).sharding
+    placed = {"out_sharding": sharding} if any(sharding.spec) else {}
     for axis in reversed(range(x.ndim)):
-        index = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        index = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis, **placed)
         position = position + index * np.uint32(stride * _GOLDEN_RATIO % 2**32)
         stride *= x.shape[axis]
     return jnp.broadcast_to(_mix(position, seed[1]), x.shape)

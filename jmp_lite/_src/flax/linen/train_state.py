@@ -113,8 +113,9 @@ class TrainState(train_state.TrainState):
             )
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         train_step.warn_about(params, state.opt_state)
+        state = state.replace(step=jnp.zeros([], jnp.int32))
         # A step may donate the state, and a buffer can be donated only once.
-        return trees.copy_shared_buffers(state.replace(step=jnp.zeros([], jnp.int32)))
+        return trees.copy_shared_buffers(train_step.strongly_typed(state))
 
     def apply_gradients(
         self, *, grads: PyTree, value: ArrayLike | None = None, **kwargs: PyTree
