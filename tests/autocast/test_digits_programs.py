@@ -193,7 +193,14 @@ def margin(mm, w):
     return jnp.stack([h[:, 0] - h[:, 1:].max(-1), h.max(-1) - h.min(-1)])
 
 
+def centred(mm, w):
+    """What three members of an ensemble differ by."""
+    of_members = [mm(NEAR_ONE.astype(w.dtype), _near(w) * s) for s in (1, 1.01, 1.03)]
+    return jnp.stack(of_members) - jnp.stack(of_members).mean(0)
+
+
 _NAMED = [
+    centred,
     difference_of_three,
     margin,
     prefix_products,

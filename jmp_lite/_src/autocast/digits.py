@@ -59,7 +59,7 @@ NEAR, TERMS, ALL = Use.NEAR, Use.TERMS, Use.ALL
 
 # How many terms a sum has whose roundings cancel.
 _MANY = 16
-# A mean of fewer is near each of them: what it is subtracted from cancels.
+# A mean of fewer arrays is near each of them: what it is subtracted from cancels.
 _OF_A_NORM = 8
 
 
@@ -169,16 +169,27 @@ def _note(eqn: Eqn, found: Structure) -> None:
             found.spread.update(eqn.outvars)
     elif found.spread.issuperset(floats):
         found.spread.update(eqn.outvars)
-    terms = core.size(floats[0]) / size if floats and size else 0
+    reduces = floats and size < core.size(floats[0])
     others = [v for v in floats if v not in found.statistics]
     is_of_statistics = len(others) < len(floats) and found.spread.issuperset(others)
-    is_total = known & Fact.SUMS and terms >= _OF_A_NORM
-    if is_total or (known & Fact.CHOOSES and terms > 1) or is_of_statistics:
+    is_total = reduces and known & (Fact.SUMS | Fact.CHOOSES)
+    if is_of_statistics or (is_total and not _is_near_terms(eqn, found.made_by)):
         found.statistics.update(eqn.outvars)
     carried = [v in found.carried for v in floats]
     is_linear = known & (Fact.LINEAR | Fact.MOVES | Fact.JOINS)
     if any(carried) and size > 1 and (is_linear or _multiplies(name)):
         found.carried.update(eqn.outvars)
+
+
+def _is_near_terms(eqn: Eqn, made_by: Mapping[Var, Eqn]) -> bool:
+    """Return whether it sums few arrays as they are, and their mean is near each."""
+    operand, out = eqn.invars[0], eqn.outvars[0]
+    if core.size(operand) >= core.size(out) * _OF_A_NORM:
+        return False
+    maker = made_by.get(_moved_from(operand, made_by))
+    linear = Fact.LINEAR | Fact.JOINS | Fact.PRODUCT
+    is_linear = maker is None or facts(maker.primitive.name) & linear
+    return bool(has(eqn.primitive.name, Fact.SUMS) and is_linear)
 
 
 def _makes_negative(eqn: Eqn, negative: Set[Var]) -> bool:
