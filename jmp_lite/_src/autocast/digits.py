@@ -186,10 +186,10 @@ def _is_near_terms(eqn: Eqn, made_by: Mapping[Var, Eqn]) -> bool:
     operand, out = eqn.invars[0], eqn.outvars[0]
     if core.size(operand) >= core.size(out) * _OF_A_NORM:
         return False
-    maker = made_by.get(_moved_from(operand, made_by))
+    makers = [made_by.get(v) for v in variables([_moved_from(operand, made_by)])]
     linear = Fact.LINEAR | Fact.JOINS | Fact.PRODUCT
-    is_linear = maker is None or facts(maker.primitive.name) & linear
-    return bool(has(eqn.primitive.name, Fact.SUMS) and is_linear)
+    is_linear = all(e is None or facts(e.primitive.name) & linear for e in makers)
+    return has(eqn.primitive.name, Fact.SUMS) and is_linear
 
 
 def _makes_negative(eqn: Eqn, negative: Set[Var]) -> bool:
