@@ -294,12 +294,6 @@ def test_a_filter_may_be_a_list():
     assert (one, hash(one)) == (other, hash(other))
 
 
-def test_a_filter_of_nothing_is_told():
-    """A string is a tag: the name of linen's field, or of an rng, is none."""
-    with pytest.warns(UserWarning, match=r"update_on_skip='rng'.*'BatchStat'"):
-        create(update_on_skip="rng")
-
-
 def test_a_call_of_the_model_changes_no_state():
     """Not even where nothing is traced."""
     state = create()

@@ -1,7 +1,6 @@
 """A train state for nnx that a skipped step leaves bitwise unchanged."""
 
 import dataclasses
-import warnings
 from typing import Any, Self
 
 import jax
@@ -92,9 +91,6 @@ class TrainState:
             `update_on_skip` is not a filter.
           ValueError: parameters or batch statistics are not finite; `ema_decay` is not
             in (0, 1).
-
-        Warns:
-          UserWarning: `update_on_skip` selects nothing.
         """
         if not isinstance(model, nnx.Module):
             raise module_policies.not_a_module("an nnx", model)
@@ -107,15 +103,6 @@ class TrainState:
         if isinstance(update_on_skip, list):  # static fields must be hashable
             update_on_skip = tuple(update_on_skip)
         graphdef, params, other_state = nnx.split(model, nnx.Param, ...)
-        on_skip = nnx.filter_state(other_state, update_on_skip)
-        if update_on_skip and not jax.tree.leaves(on_skip):
-            variables = [x for _, x in nnx.to_flat_state(other_state)]
-            found = sorted({type(x).__name__ for x in variables}) or "no variables"
-            warnings.warn(
-                f"update_on_skip={update_on_skip!r} selects nothing of the model's "
-                f"other state, which has {found}: pass one of these types.",
-                stacklevel=2,
-            )
         batch_stats = nnx.filter_state(other_state, nnx.BatchStat)
         ema = train_step.start(tx, params, batch_stats, ema_decay)
         # A step may donate the state: copy the arrays of the model, and share none.
