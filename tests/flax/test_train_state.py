@@ -86,7 +86,7 @@ def test_a_first_state_that_is_weakly_typed_is_in_the_types_of_the_next(flax):
         return updates, state * jnp.float32(0.5)
 
     first = flax.create(
-        optax.GradientTransformation(lambda p: jnp.asarray(1.0), update)
+        optax.GradientTransformation(lambda params: jnp.asarray(1.0), update)
     )
     assert bitwise.avals(flax.apply(first, *FINITE)) == bitwise.avals(first)
 
