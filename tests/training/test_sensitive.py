@@ -130,13 +130,13 @@ def test_more_steps_of_a_solver_buy_nothing_in_half() -> None:
         return (jnp.tanh(low[0] @ low[1]) @ low[2]).astype(jnp.float32) - y
 
     exact, half = at_end(field, 1e-7), jmp.autocast(field, "mixed_bfloat16")
-    off = [
-        [float(jnp.abs(at_end(f, t) - exact).max()) for f in (half, by_hand)]
-        for t in (1e-3, 1e-5)
-    ]
-    assert 1e-4 < off[1][0] < off[0][0]
-    for ours, theirs in off:
-        assert ours <= 1.1 * theirs
+    full, ours, theirs = (
+        # Which steps are taken depends on the roundings: one tolerance says little.
+        [float(jnp.abs(at_end(f, t) - exact).max()) for t in (3e-3, 1e-3, 1e-4, 1e-5)]
+        for f in (field, half, by_hand)
+    )
+    assert full[-1] < 2e-5 and ours[-1] > 1e-4
+    assert max(ours) <= 1.1 * max(theirs)
 
 
 @pytest.mark.full
