@@ -217,7 +217,6 @@ def main(
     dry = jmp.numerics.dry_run(jax.grad(loss_fn), "mixed_float16")(params, batch)
     console.print(dry.table())
     dry.plot(depth=2).savefig(out / "exponents.png", dpi=100)
-    dry.heat_map(depth=2).savefig(out / "heat_map.png", dpi=100)
 
     console.rule("advise: what to do")
     advice = jmp.numerics.advise(loss_fn, "mixed_float16")(params, batch)

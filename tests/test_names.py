@@ -91,9 +91,7 @@ def test_the_text_of_an_advice_runs_no_name() -> None:
     assert [pattern for pattern, _ in advice.policy.rules] != [""]
 
 
-@pytest.mark.parametrize(
-    "figure", ["dry_run.plot", "dry_run.heat_map", "tree_stats.plot", "compare.plot"]
-)
+@pytest.mark.parametrize("figure", ["dry_run.plot", "tree_stats.plot", "compare.plot"])
 def test_a_name_in_a_figure_is_no_formula(figure: str) -> None:
     report, _, method = figure.partition(".")
     made = getattr(make(report), method)()

@@ -10,7 +10,7 @@ import pytest
 from numpy_stats import EXPONENTS
 
 from jmp_lite._src.numerics import plot
-from jmp_lite._src.numerics.plot import plot_heat_map, plot_histograms
+from jmp_lite._src.numerics.plot import plot_histograms
 from jmp_lite.numerics import DryRunReport, TreeStats, tree_stats, value_stats
 
 RNG = np.random.default_rng(0)
@@ -111,7 +111,7 @@ def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(ValueError, match="Cannot cast to float8_e5m2"):
         plot_histograms(HISTOGRAMS, "float8_e5m2")
     with pytest.raises(ValueError, match="Expected at least one layer to draw"):
-        DryRunReport((), "float16").heat_map()
+        DryRunReport((), "float16").plot()
 
 
 def test_statistics_of_a_tree_plot_themselves():
@@ -124,24 +124,8 @@ def test_statistics_of_a_tree_plot_themselves():
         assert [bars[0].get_x() for bars in axes.containers] == [0, -30]
 
 
-def test_each_cell_has_its_number_and_its_colour():
-    columns, shares = ["underflow", "error"], [[0.0, 0.25], [1.0, 1e-7], [0.0312, 0.0]]
-    axes, bar = plot_heat_map(["x", "y", "z"], columns, shares).axes
-    assert texts(axes.texts) == ["0", "25.0%", "100.0%", "<0.1%", "3.1%", "0"]
-    cells = [text.get_position()[::-1] for text in axes.texts]
-    assert cells == list(np.ndindex(3, 2))
-    (image,) = axes.images
-    drawn: Any = image.get_array()
-    assert np.ravel(drawn.mask).tolist() == [share == 0 for share in np.ravel(shares)]
-    np.testing.assert_array_equal(drawn.compressed(), [0.25, 1.0, 1e-7, 0.0312])
-    assert (image.norm.vmin, image.norm.vmax) == (1e-6, 1)
-    assert texts(axes.get_yticklabels()) == ["x", "y", "z"]
-    assert texts(axes.get_xticklabels()) == columns
-    assert bar.get_ylabel() == "share"
-
-
 def test_no_display_and_no_global_state_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # refuses its import
     without_pyplot = importlib.reload(plot)
-    figure = without_pyplot.plot_heat_map(["a"], ["b"], [[0.5]])
+    figure = without_pyplot.plot_histograms(HISTOGRAMS, "f16")
     figure.savefig(tmp_path / "figure.png")

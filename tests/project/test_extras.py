@@ -81,7 +81,7 @@ _TABLES = [
     "from jmp_lite._src.flax import module_policies as m; m.Explanation(()).table()",
 ]
 _FIGURES = [
-    *("dry.plot()", "dry.heat_map()", "stats.plot()"),
+    *("dry.plot()", "stats.plot()"),
     "from jmp_lite._src.numerics.plot import plot_histograms",
 ]
 

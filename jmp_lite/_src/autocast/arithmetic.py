@@ -11,7 +11,7 @@ from jmp_lite._src import compat
 from jmp_lite._src.autocast import sums
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import F32, Eqn, Params, Var, variables
-from jmp_lite._src.jaxprs.primitives import CAST, Fact, degrees, facts
+from jmp_lite._src.jaxprs.primitives import CAST, Fact, degrees, facts, multiplies
 
 
 def is_reduction(eqn: Eqn) -> bool:
@@ -73,8 +73,8 @@ def adds(eqn: Eqn) -> bool:
 
 
 def factors(eqn: Eqn) -> list[bool]:
-    """Return which operands are factors, in a call at any depth."""
-    if eqn.primitive.name == "mul":
+    """Return which operands are multiplied or divided, in a call at any depth."""
+    if multiplies(eqn.primitive.name):
         return [True] * len(eqn.invars)
     for body in compat.jaxprs_of(eqn):  # a call has one
         found = set[Var]()

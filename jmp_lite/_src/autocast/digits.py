@@ -24,6 +24,7 @@ roundings cancel; an offset inside of a product (a column of ones) cannot be see
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,16 @@ from jmp_lite._src.autocast.storage import may_be_far
 from jmp_lite._src.autocast.sums import is_lookup
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, inner_eqns, variables
-from jmp_lite._src.jaxprs.primitives import CALLS, CAST, Fact, adds, degrees, facts, has
+from jmp_lite._src.jaxprs.primitives import (
+    CALLS,
+    CAST,
+    Fact,
+    adds,
+    degrees,
+    facts,
+    has,
+    multiplies,
+)
 
 
 class Use:
@@ -63,6 +73,14 @@ _MANY = 16
 _OF_A_NORM = 8
 
 
+def _empty_set() -> Any:
+    return dataclasses.field(default_factory=set)
+
+
+def _empty_dict() -> Any:
+    return dataclasses.field(default_factory=dict)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Structure:
     """What a jaxpr itself says of its variables."""
@@ -71,21 +89,14 @@ class Structure:
     origins: dict[Var, int]
     carried: set[Var]  # sums and multiples of what a loop carries
     inputs: frozenset[Var]
-    made_by: dict[Var, Eqn] = dataclasses.field(default_factory=dict)
-    # Made of a smaller array, whose numbers it repeats.
-    spread: set[Var] = dataclasses.field(default_factory=set)
-    # Made of sums over axes, and of nothing larger.
-    statistics: set[Var] = dataclasses.field(default_factory=set)
-    # The array that a value is a part of, or moved from.
-    roots: dict[Var, Var] = dataclasses.field(default_factory=dict)
-    # Of which results of products it is made: bits.
-    products: dict[Var, int] = dataclasses.field(default_factory=dict)
-    # Multiples with a negative number, or sums of such.
-    negative: set[Var] = dataclasses.field(default_factory=set)
-    # What asks for digits of its terms.
-    differences: set[Var] = dataclasses.field(default_factory=set)
-    # What a maximum with a number reads and makes.
-    limits: set[tuple[Var, complex]] = dataclasses.field(default_factory=set)
+    made_by: dict[Var, Eqn] = _empty_dict()
+    spread: set[Var] = _empty_set()  # made of a smaller array, whose numbers it repeats
+    statistics: set[Var] = _empty_set()  # made of sums over axes, and of nothing larger
+    roots: dict[Var, Var] = _empty_dict()  # the array that it is a part of, or moved
+    products: dict[Var, int] = _empty_dict()  # of which results of products: bits
+    negative: set[Var] = _empty_set()  # multiples with a negative number, or their sums
+    differences: set[Var] = _empty_set()  # sums whose terms may cancel
+    limits: set[tuple[Var, complex]] = _empty_set()  # read and made by max(x, number)
 
     def origins_of(self, variables: Iterable[Var]) -> int:
         """Return of what some variables are computed: bits."""
@@ -177,7 +188,7 @@ def _note(eqn: Eqn, found: Structure) -> None:
         found.statistics.update(eqn.outvars)
     carried = [v in found.carried for v in floats]
     is_linear = known & (Fact.LINEAR | Fact.MOVES | Fact.JOINS)
-    if any(carried) and size > 1 and (is_linear or _multiplies(name)):
+    if any(carried) and size > 1 and (is_linear or multiplies(name)):
         found.carried.update(eqn.outvars)
 
 
@@ -200,7 +211,7 @@ def _makes_negative(eqn: Eqn, negative: Set[Var]) -> bool:
         return not signs[0]
     if adds(name):
         return signs[0] and signs[1] != (name == "sub")
-    if _multiplies(name) or known & Fact.PRODUCT:
+    if multiplies(name) or known & Fact.PRODUCT:
         return signs[0] != signs[1]
     return bool(known & (Fact.MOVES | Fact.SUMS)) and signs[0]
 
@@ -263,7 +274,7 @@ def _of_own(eqn: Eqn, use: int, of: Structure) -> list[int]:
     name, (*operands,) = eqn.primitive.name, eqn.invars
     if adds(name):
         return _of_terms(eqn, use, of)
-    if not _multiplies(name):
+    if not multiplies(name):
         return [0] * len(operands)
     if min(degrees(name, eqn.params)) < 0:  # a divisor near 0
         return [0, NEAR]
@@ -321,7 +332,7 @@ def _is_bias(var: Var, other: Var, eqn: Eqn, of: Structure) -> bool:
 
 
 def _factors(maker: Eqn | None) -> set[Var]:
-    if maker is None or not _multiplies(maker.primitive.name):
+    if maker is None or not multiplies(maker.primitive.name):
         return set()
     return set(variables(maker.invars))
 
@@ -330,8 +341,8 @@ def _of_comparison(eqn: Eqn, use: int, of: Structure) -> list[int]:
     """Return which digits a comparison asks for: if more than a choice of its operands.
 
     Equality with a largest number of the same array is a choice of that. To compare `x`
-    with 0 is what `max(x, 0)` does, and its derivative. A number that is far from 0 is
-    one of a mask, which half precision has not.
+    with 0 is what `max(x, 0)` does, and its derivative. A number far from 0 may be that
+    of a mask, which half precision cannot hold.
     """
     origins = {of.origins.get(v, 0) for v in variables(eqn.invars)}
     numbers = list(filter(compat.is_literal, eqn.invars))
@@ -385,7 +396,7 @@ def _passed_on(eqn: Eqn, passed: int, of: Structure) -> list[int]:
     if known & Fact.SUMS:  # roundings of many terms cancel
         is_of_few = core.size(operands[0]) < _MANY * core.size(eqn.outvars[0])
         return [passed if is_of_few else passed & ALL] * len(operands)
-    if not _multiplies(name):
+    if not multiplies(name):
         return [passed & (TERMS | ALL)] * len(operands)
     scales = [
         compat.is_literal(v) or core.size(v) == 1 or v in of.statistics
@@ -403,9 +414,5 @@ def _passed_on(eqn: Eqn, passed: int, of: Structure) -> list[int]:
 def _is_power(eqn: Eqn) -> bool:
     """Return whether it multiplies one operand with itself, or takes a root."""
     name, powers = eqn.primitive.name, degrees(eqn.primitive.name, eqn.params)
-    is_square = _multiplies(name) and len(set(variables(eqn.invars))) < len(powers)
+    is_square = multiplies(name) and len(set(variables(eqn.invars))) < len(powers)
     return is_square or (len(powers) == 1 and powers[0] > 0)
-
-
-def _multiplies(name: str) -> bool:
-    return has(name, Fact.BROADCASTS) and len(degrees(name, {})) == 2

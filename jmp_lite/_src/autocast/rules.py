@@ -443,16 +443,12 @@ class SubJaxprs(Rule):
         # or once for all the calls.
         read = self.reads(op, uses, body)
         castable = {sub.operands[k] for sub in op.bodies for k in sub.casts_in}
-        for i, held in enumerate(ins):
-            if held == HALF and (
-                read[i] & Use.DIGITS or eqn.invars[i] in body.ends.kept
-            ):
+        for i, (v, held) in enumerate(zip(eqn.invars, [*ins], strict=True)):
+            if held == HALF and (read[i] & Use.DIGITS or v in body.ends.kept):
                 ins[i] = FLOAT32
             elif i in castable and _casts_before(read[i], held):
                 ins[i] = HALF
-            elif held == FLOAT32 and body.computed.isdisjoint(
-                core.variables([eqn.invars[i]])
-            ):
+            elif held == FLOAT32 and (compat.is_literal(v) or v not in body.computed):
                 ins[i] = FREE
         fixed = {sub.operands[k] for sub in op.bodies for k in sub.fixed_in}
         plans = tuple(

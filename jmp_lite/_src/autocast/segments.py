@@ -53,7 +53,7 @@ from jmp_lite._src.autocast.storage import (
 )
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, variables
-from jmp_lite._src.jaxprs.primitives import Fact, facts, has
+from jmp_lite._src.jaxprs.primitives import Fact, facts, has, multiplies
 
 
 class Arranged(NamedTuple):
@@ -392,7 +392,7 @@ class Search:
             eqn = self.eqns[i]
             if not all(
                 facts(e.primitive.name) & linear
-                or e.primitive.name == "mul"
+                or multiplies(e.primitive.name)
                 or rules.is_retyping(e)
                 for e in core.inner_eqns(eqn)
             ):

@@ -4,7 +4,7 @@ Shared by `linen.TrainState` and `nnx.TrainState`; does not import flax.
 """
 
 import warnings
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,6 @@ from jmp_lite._src.optimizers.scale_aware import (
     warn_if_updates_are_lost,
 )
 from jmp_lite._src.trees import PyTree
-
-T = TypeVar("T")
 
 _ADVICE = (
     "Remove transformations that change the structure of their state, such as "
@@ -116,15 +114,6 @@ def start(
     arguments.number(decay, "ema_decay", "between 0 and 1", lambda x: 0 < x < 1)
     # Copied: the step may donate the parameters.
     return jax.tree.map(jnp.copy, trees.cast_at_least_float32(params))
-
-
-def strongly_typed(state: T) -> T:
-    """Return a state in the types of the next one, so that a step compiles once."""
-
-    def convert(x):
-        return base.strongly_typed(x) if isinstance(x, jax.Array) else x
-
-    return jax.tree.map(convert, state)
 
 
 def warn_about(params: optax.Params, opt_state: optax.OptState) -> None:

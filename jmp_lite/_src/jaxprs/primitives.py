@@ -243,6 +243,11 @@ def adds(name: str) -> bool:
     return has(name, Fact.LINEAR | Fact.BROADCASTS)
 
 
+def multiplies(name: str) -> bool:
+    """Return whether a primitive multiplies or divides, as `*` and `/` do."""
+    return has(name, Fact.BROADCASTS) and len(degrees(name, {})) == 2
+
+
 def named(fact: int) -> tuple[str, ...]:
     """Return the primitives with any of some facts, in the order of the table."""
     return tuple(name for name, known in PRIMITIVES.items() if known.facts & fact)

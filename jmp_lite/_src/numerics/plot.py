@@ -1,7 +1,7 @@
-"""Figures: exponents over the range of a half dtype, and a heat map of losses.
+"""A figure of exponents over the range of a half dtype.
 
-They are made without pyplot, so without a display or global state. Write one with
-`figure.savefig("a.png")`; notebooks display them.
+It is made without pyplot, so without a display or global state. Write it with
+`figure.savefig("a.png")`; notebooks display it.
 """
 
 import itertools
@@ -17,7 +17,6 @@ from jmp_lite._src.numerics.stats import EXPONENTS
 
 with extras.needed("numerics"):
     from matplotlib.axes import Axes
-    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, for colour-blind readers.
@@ -75,25 +74,6 @@ def plot_histograms(
         f"log2 of the magnitude, over the range of {jnp.dtype(dtype).name}\n"
         f"(heights: logarithm of the share, from $10^{{{_FLOOR}}}$ to 1)"
     )
-    return figure
-
-
-def plot_heat_map(
-    rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float]]
-) -> Figure:
-    """Draw shares, by layer and kind of loss `[rows, columns]`."""
-    figure, axes = _make_figure(rows, width=2.2 + len(columns))
-    shares = np.array(values)
-    # Zero is white, not the colour of a small number.
-    drawn, norm = np.where(shares > 0, shares, np.nan), LogNorm(1e-6, 1)
-    image = axes.imshow(drawn, norm=norm, cmap="YlOrBr", aspect="auto")
-    for (row, column), share in np.ndenumerate(shares):
-        color = "white" if share > 0.02 else "black" if share else "0.6"
-        text = reports.percent(share) if share else "0"
-        axes.text(column, row, text, ha="center", va="center", fontsize=8, color=color)
-    axes.set_xticks(range(len(columns)), columns)
-    axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False)
-    figure.colorbar(image, ax=axes, label="share", extend="min", aspect=40)
     return figure
 
 

@@ -191,19 +191,6 @@ class DryRunReport(reports.Report):
         drawn = {row.title: row.histogram for row in self._drawn(depth)}
         return plot_histograms(drawn, self.dtype)
 
-    def heat_map(self, *, depth: int | None = None) -> Any:
-        """Return a matplotlib figure: what is lost in each layer; arguments as `plot`.
-
-        Raises:
-          ImportError: matplotlib is not installed (`pip install "jmp-lite[numerics]"`).
-        """
-        from jmp_lite._src.numerics.plot import plot_heat_map
-
-        rows = self._drawn(depth)
-        columns = ["overflow", "underflow", "subnormal", "error"]
-        values = [[min(getattr(row, c), 1.0) for c in columns] for row in rows]
-        return plot_heat_map([row.title for row in rows], columns, values)
-
     def _drawn(self, depth: int | None) -> list[OpStats]:
         """Return the layers that have numbers in half; all, if there is none."""
         layers = self.layers(depth)

@@ -125,8 +125,8 @@ def check_skipped_steps(
 
     Warns:
       UserWarning: fewer steps were skipped, all because the loss itself was not finite:
-        no loss scale repairs that. It is the same at each step, which Python shows
-        once; `nonfinite_losses` of `loss_scale_metrics` counts.
+        no loss scale repairs that. The text stays the same, so Python's default
+        filter shows it once; `loss_scale_metrics` counts `nonfinite_losses`.
 
     Examples:
       >>> import optax

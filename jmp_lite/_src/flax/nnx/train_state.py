@@ -119,7 +119,9 @@ class TrainState:
             update_on_skip=update_on_skip,
         )
         train_step.warn_about(params, state.opt_state)
-        return trees.copy_shared_buffers(train_step.strongly_typed(state))
+        # In the types of the next state, so that a step compiles once.
+        state = jax.tree.map(base.strongly_typed, state)
+        return trees.copy_shared_buffers(state)
 
     def model(self, params: Any = None) -> Any:
         """Return the model with `params`, such as `ema`; by default with its own."""
