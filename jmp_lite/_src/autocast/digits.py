@@ -21,10 +21,9 @@ y * sin` asks nothing, as in rotary embeddings; nor does a sum of many terms, wh
 roundings cancel; an offset inside of a product (a column of ones) cannot be seen.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,30 +72,21 @@ _MANY = 16
 _OF_A_NORM = 8
 
 
-def _empty_set() -> Any:
-    return dataclasses.field(default_factory=set)
-
-
-def _empty_dict() -> Any:
-    return dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Structure:
+class Structure(NamedTuple):
     """What a jaxpr itself says of its variables."""
 
     # Per variable, of which inputs, products and other results it is computed: bits.
     origins: dict[Var, int]
     carried: set[Var]  # sums and multiples of what a loop carries
     inputs: frozenset[Var]
-    made_by: dict[Var, Eqn] = _empty_dict()
-    spread: set[Var] = _empty_set()  # made of a smaller array, whose numbers it repeats
-    statistics: set[Var] = _empty_set()  # made of sums over axes, and of nothing larger
-    roots: dict[Var, Var] = _empty_dict()  # the array that it is a part of, or moved
-    products: dict[Var, int] = _empty_dict()  # of which results of products: bits
-    negative: set[Var] = _empty_set()  # multiples with a negative number, or their sums
-    differences: set[Var] = _empty_set()  # sums whose terms may cancel
-    limits: set[tuple[Var, complex]] = _empty_set()  # read and made by max(x, number)
+    made_by: dict[Var, Eqn]
+    roots: dict[Var, Var]  # the array that a value is a part of, or moved from
+    products: dict[Var, int]  # of which results of products it is made: bits
+    spread: set[Var]  # made of a smaller array, whose numbers it repeats
+    statistics: set[Var]  # made of sums over axes, and of nothing larger
+    negative: set[Var]  # multiples with a negative number, or sums of such
+    differences: set[Var]  # sums whose terms may cancel
+    limits: set[tuple[Var, complex]]  # what a maximum with a number reads and makes
 
     def origins_of(self, variables: Iterable[Var]) -> int:
         """Return of what some variables are computed: bits."""
@@ -144,7 +134,8 @@ def structure(
     inputs = *jaxpr.constvars, *jaxpr.invars
     origins: dict[Var, int] = {v: 1 << next(count) for v in inputs}
     carried = set(filter(core.is_f32, carry))
-    found = Structure(origins, carried, frozenset(inputs))
+    known = origins, carried, frozenset(inputs)
+    found = Structure(*known, {}, {}, {}, set(), set(), set(), set(), set())
     for eqn, arithmetic in zip(jaxpr.eqns, is_arithmetic, strict=True):
         found.made_by.update(dict.fromkeys(eqn.outvars, eqn))
         made_of = core.bit_or(found.products.get(v, 0) for v in variables(eqn.invars))

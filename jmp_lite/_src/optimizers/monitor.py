@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,6 @@ from jax.core import Tracer
 from jmp_lite._src import arguments, trees
 from jmp_lite._src.loss_scale import get_loss_scale
 from jmp_lite._src.optimizers.scale_aware import ScaleAwareState
-
-T = TypeVar("T")
 
 _LOSS = (
     "a batch, or a forward pass beyond the range of the compute dtype. "
@@ -169,7 +167,7 @@ def check_skipped_steps(
         )
 
 
-def _on_host(tree: T, error: str) -> T:
+def _on_host(tree: Any, error: str) -> Any:
     """Return a tree with its arrays on the host, in one transfer."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
         raise TypeError(error)
