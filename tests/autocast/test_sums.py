@@ -30,6 +30,8 @@ V, FEW = uniform(2, WIDTH) / WIDTH, uniform(3, 4, WIDTH)
 ROW, ONE, SLOPE = FEW[:1], jnp.ones([]), jnp.float32(0.25)
 ONES, ZEROS = jnp.ones((40, WIDTH)), jnp.zeros((1, WIDTH))
 SEQUENCE = uniform(4, 90, WIDTH)
+# The small are lost beside one that is large.
+WEIGHTS = [W[:, :1] * size for size in (1, *[2**-9] * 40, 1)]
 INDICES = jnp.asarray(np.random.default_rng(0).integers(0, 4, ROWS))
 
 
@@ -90,6 +92,9 @@ PROGRAMS: dict[str, Callable[..., Any]] = {fun.__name__: fun for fun in _NAMED} 
     ),
     "padding": lambda s=ONE: (
         jnp.pad((X * s) @ W, ((ROWS, 0), (0, 0)), constant_values=s) @ V
+    ),
+    "read_by_many_products": lambda h=FEW: sum(
+        jnp.tanh(h @ W) @ weight for weight in WEIGHTS
     ),
     "context_stacked_in_vmap": lambda h=FEW[0]: jax.vmap(
         lambda x: jnp.stack([x @ W, h @ W]) @ V

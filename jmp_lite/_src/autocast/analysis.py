@@ -187,12 +187,12 @@ class Analyzer:
             elif kernel := half_calls.name_of_kernel(eqn):
                 reason = f"{region.reason}: {kernel}"
                 return Op(eqn, rules.WRITTEN, region, direction, (), reason)
-            if is_boundary and region.is_half:
+            if is_boundary:
                 return Op(eqn, rules.BOUNDARY, region, direction)
         bodies = control_flow.sub_jaxprs(eqn) or ()
         if not region.is_half and (region.is_closed or not bodies):
             return Op(eqn, rules.WRITTEN, region, direction, (), region.reason)
-        if bodies and name in CALLS and self.is_arithmetic(eqn) and region.is_half:
+        if bodies and self.is_arithmetic(eqn) and region.is_half:
             return Op(eqn, rules.CALLED, region, direction, bodies)
         if bodies:
             return Op(eqn, rules.SUB_JAXPRS, region, direction, bodies)

@@ -188,11 +188,7 @@ class Values:
 
     def _all_in_f32(self, eqn: Eqn, reads: EqnReads) -> list[Any]:
         return [
-            self._as_written(v)
-            if not is_half
-            else np.asarray(v.val, F32)
-            if compat.is_literal(v)
-            else self.in_f32(v)
+            self.in_f32(v) if is_half else self._as_written(v)
             for v, is_half in zip(eqn.invars, reads.half, strict=True)
         ]
 
@@ -256,7 +252,7 @@ class Values:
             return
         if permutes and self._knows_origin(var):
             self._moved_by[out] = eqn
-        elif not permutes and is_f32(var):
+        elif is_f32(var):
             self._cast[out] = self.in_f32(var)
 
 

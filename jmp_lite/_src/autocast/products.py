@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jmp_lite._src import compat, dtypes, fp8, new_primitives
 from jmp_lite._src.jaxprs import binding, control_flow, core, matmul_precision
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
-from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts
+from jmp_lite._src.jaxprs.primitives import Fact, facts
 
 NAMES = matmul_precision.PRODUCTS
 COMPLEX = "complex"  # why a product of complex numbers is not in half
@@ -308,8 +308,6 @@ def _run_in_float32(
     """Run an equation of a transposed product; results of products are float32."""
     if eqn.primitive.name in NAMES:
         return [run(eqn, operands, half_dtype, half_result=False)]
-    if eqn.primitive.name == CAST and dtypes.is_half(eqn.params["new_dtype"]):
-        return list(operands)
     return binding.bind(eqn, operands)
 
 

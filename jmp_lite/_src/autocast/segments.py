@@ -132,8 +132,7 @@ class Search:
         of_groups = ([self.eqns[i] for i in group] for group in groups)
         rounded = {v for eqns in of_groups for v in summed_backward(eqns, constant)}
         rounded = {v for v in rounded if not self.uses[v] & Use.DIGITS}
-        found = (self._segment(g, half) for g in segments if self._is_costly(g))
-        segments = [segment for segment in found if segment is not None]
+        segments = [self._segment(group, half) for group in segments]
         written = {v for segment in segments for v in segment.writes}
         for i, plan in enumerate(plans):
             if isinstance(plan.rule, rules.Softmax):
@@ -386,8 +385,8 @@ class Search:
         queue = [v for v in half if self._is_inner(v) or v in self.cut]
         queue = [v for v in queue if not all(map(self._is_softmax, self.readers[v]))]
         while queue:
-            i = self.made_by.get(queue.pop())
-            if i is None or i in found or not self.is_inside[i]:
+            i = self.made_by[queue.pop()]
+            if i in found:
                 continue
             eqn = self.eqns[i]
             if not all(
@@ -468,8 +467,8 @@ class Search:
         large = [eqn for eqn in eqns if core.size(eqn.outvars[0]) * 2 >= size]
         return self.is_in_loop or not all(map(is_polynomial, large))
 
-    def _segment(self, group: Sequence[int], half: Set[Var]) -> Segment | None:
-        """Return the segment of equations, None if nothing reads what it makes."""
+    def _segment(self, group: Sequence[int], half: Set[Var]) -> Segment:
+        """Return the segment of equations."""
         inside = set(group)
         made = {v for i in group for v in self.eqns[i].outvars}
         moves = self._moves_before(group, made)
@@ -483,8 +482,6 @@ class Search:
             for v in self.eqns[i].outvars
             if v in self.returned or not inside.issuperset(self.readers[v])
         ]
-        if not writes:
-            return None
         return Segment(
             eqns=tuple(indices),
             reads=tuple(reads),

@@ -77,18 +77,13 @@ def _transpose(cotangent, value, expression, *like):
     return cotangents
 
 
-def all_mapped(operands: Any, axes: Any, count: int | None = None) -> list[jax.Array]:
-    """Return the first operands of a rule for `vmap`, with the mapped axis in front."""
+def _batch(operands, axes):
     pairs = list(zip(operands, axes, strict=True))
     (length,) = {x.shape[axis] for x, axis in pairs if axis is not None}
-    return [
+    value, expression = (
         lax.broadcast(x, (length,)) if axis is None else jnp.moveaxis(x, axis, 0)
-        for x, axis in pairs[:count]
-    ]
-
-
-def _batch(operands, axes):
-    value, expression = all_mapped(operands, axes, 2)
+        for x, axis in pairs[:2]
+    )
     # A `vmap` around this one still needs `like`.
     return differentiate_as(value, expression, *operands[2:]), 0
 
@@ -137,10 +132,6 @@ def spread(
         lax.broadcast_in_dim(x, shape, axes) for x in (value, expression)
     )
     return differentiate_as(value, expression, *like)
-
-
-def _in_front(x: jax.Array, axis: int | None) -> jax.Array:
-    return x[None] if axis is None else jnp.moveaxis(x, axis, 0)
 
 
 def is_lookup(eqn: Eqn) -> bool:
@@ -292,7 +283,7 @@ _rounded = new_primitives.new_primitive(
     "rounded",
     _round,
     None,
-    lambda args, axes: _rounded(_in_front(args[0], axes[0])),
+    lambda args, axes: _rounded(jnp.moveaxis(args[0], axes[0], 0)),
     [lambda ct, aval: ct],
 )
 
@@ -347,7 +338,7 @@ def _put_in_context(ct: jax.Array, aval: ShapedArray) -> jax.Array:
 
 
 def _in_context_batch(args, axes):
-    return _in_context(_in_front(args[0], axes[0]))
+    return _in_context(jnp.moveaxis(args[0], axes[0], 0))
 
 
 _in_context = new_primitives.new_primitive(
