@@ -106,7 +106,7 @@ def start(
     base.as_transformation(tx)
     if not hasattr(params, "__contains__"):  # flax asks whether they have fp8
         raise TypeError(arguments.wrong("params", "a tree of arrays", params))
-    base.check_leaves(params, "parameters")
+    base.check_leaves(params)
     _check_finite(params, "parameters")
     _check_finite(batch_stats, "batch statistics")
     if decay is None:
