@@ -1,15 +1,8 @@
 """Policies for the modules of a linen model, without a change to its source.
 
-Limits:
-
-- A module gets its dtypes from outside: by its field `dtype`, or by casts of its
-  parameters and inputs. Operations inside it follow from these. The softmax of flax's
-  attention is float32; a softmax that a model computes itself has the dtype of its
-  logits. Give that module a policy, or use `autocast`, which works by operation.
-- `init` runs the model without policies. Then parameters and the caches of flax's
-  attention are cast.
-- Modules of one class and shape under flax's `nn.jit` share the first trace, and with
-  it the policy.
+A module gets its dtypes from outside: by its field `dtype`, or by casts of its
+parameters and inputs. Operations inside it follow from these. `init` runs the model
+without policies. Then parameters and the caches of flax's attention are cast.
 """
 
 import contextlib

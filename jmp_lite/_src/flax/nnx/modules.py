@@ -1,8 +1,4 @@
-"""Policies for the modules of an nnx model, without a change to its source.
-
-Limits: the inputs of a module that is no layer of flax are not cast, except those of
-the model itself. A softmax that a model computes itself has the dtype of its logits.
-"""
+"""Policies for the modules of an nnx model, without a change to its source."""
 
 import dataclasses
 import math
