@@ -6,6 +6,7 @@ the new state twice, and one for a TPU v5e writes it in float32. Without `jit`, 
 the state is in float32 during an update.
 """
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -396,13 +397,7 @@ def _find_param(path: KeyPath, x: Any, shapes: _Shapes) -> tuple[int, str | None
 def _parse_dtype(dtype: Any) -> str:
     name = dtype
     if not isinstance(dtype, str):
-        try:
+        with contextlib.suppress(TypeError, ValueError):
             name = np.dtype(dtype).name
-        except (TypeError, ValueError):
-            name = None
-    if name not in _DTYPES:
-        remedy = ' 8 bits are "8bit".' if name in ("float8", "int8", "uint8") else ""
-        raise ValueError(
-            f"Expected a dtype of the state of {_DTYPES}, got {dtype!r}.{remedy}"
-        )
-    return name
+    remedy = '8 bits are "8bit".' if name in ("float8", "int8", "uint8") else ""
+    return arguments.one_of(name, "dtype", _DTYPES, remedy)
