@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jmp_lite._src import arguments, compat, dtypes
+from jmp_lite._src import arguments, dtypes
 
 T = TypeVar("T")
 
@@ -230,20 +230,16 @@ def select_tree(pred: ArrayLike, a: T, b: T) -> T:
     return jax.tree.map_with_path(lambda path, x, y: _select(pred, x, y, path), a, b)
 
 
-def copy_shared_buffers(tree: T) -> T:
-    """Return a tree in which no two jax arrays share a buffer, so it can be donated.
-
-    If arrays share a buffer, all but the first of them are copied.
-    """
+def copy_shared_arrays(tree: T) -> T:
+    """Return a tree in which no jax array is twice, so that it can be donated."""
     seen = set()
 
-    def copy_if_shared(x):
-        buffers = compat.buffer_ids(x)
-        x = x if seen.isdisjoint(buffers) else jnp.copy(x)
-        seen.update(buffers)
-        return x
+    def copy_if_seen(x):
+        is_shared = isinstance(x, jax.Array) and id(x) in seen
+        seen.add(id(x))
+        return jnp.copy(x) if is_shared else x
 
-    return jax.tree.map(copy_if_shared, tree)
+    return jax.tree.map(copy_if_seen, tree)
 
 
 def first_difference(

@@ -118,7 +118,7 @@ class TrainState(train_state.TrainState):
         # In the types of the next state, so that a step compiles once.
         state = jax.tree.map(base.strongly_typed, state)
         # A step may donate the state, and a buffer can be donated only once.
-        return trees.copy_shared_buffers(state)
+        return trees.copy_shared_arrays(state)
 
     def apply_gradients(
         self, *, grads: PyTree, value: ArrayLike | None = None, **kwargs: PyTree

@@ -121,7 +121,7 @@ class TrainState:
         train_step.warn_about(params, state.opt_state)
         # In the types of the next state, so that a step compiles once.
         state = jax.tree.map(base.strongly_typed, state)
-        return trees.copy_shared_buffers(state)
+        return trees.copy_shared_arrays(state)
 
     def model(self, params: Any = None) -> Any:
         """Return the model with `params`, such as `ema`; by default with its own."""
