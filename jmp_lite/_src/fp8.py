@@ -1,7 +1,6 @@
 """Matrix products in fp8, with scales computed in each call: no state.
 
-`fp8_dot_general` has the formulas. Activations and weights are E4M3 (3 bits of
-mantissa), gradients E5M2 (2 bits). The backward pass keeps the rounded tensors: half
+`fp8_dot_general` has the formulas. The backward pass keeps the rounded tensors: half
 the memory of bfloat16.
 """
 
@@ -22,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jmp_lite._src import compat, dtypes, new_primitives
 
-# The formats of forward operands and of gradients.
+# Of forward operands (3 bits of mantissa), and of gradients (2 bits).
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 # The largest power of two of each format.

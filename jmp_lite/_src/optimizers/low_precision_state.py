@@ -1,9 +1,7 @@
 """Optimiser state in low precision: bfloat16 or 8 bits, rounded stochastically.
 
-Limits: the inner optimiser computes in float32. Under `jit`, XLA fuses this with the
-rounding; 8 bits need a pass for the scales, for which a program for an H100 computes
-the new state twice, and one for a TPU v5e writes it in float32. Without `jit`, all of
-the state is in float32 during an update.
+The inner optimiser computes in float32. Under `jit`, XLA fuses this with the rounding;
+without, all of the state is in float32 during an update.
 """
 
 import contextlib

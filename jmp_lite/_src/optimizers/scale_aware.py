@@ -1,9 +1,4 @@
-"""The scale-aware optimiser: unscale the gradients and skip non-finite steps.
-
-It wraps any optax optimiser, and applies its update or leaves the state bitwise
-unchanged. Put clipping, weight decay, schedules, averaging and accumulation inside it,
-where gradients are unscaled, float32 and finite.
-"""
+"""The scale-aware optimiser: unscale the gradients and skip non-finite steps."""
 
 import difflib
 import itertools

@@ -58,9 +58,6 @@ class TrainState(train_state.TrainState):
       ... )
       >>> int(state.step), float(state.params["w"]), float(state.batch_stats["mean"])
       (0, 1.0, 0.0)
-
-    References:
-      flax.training.train_state.TrainState.
     """
 
     batch_stats: PyTree = None

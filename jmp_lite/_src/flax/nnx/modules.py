@@ -73,9 +73,6 @@ def with_policy(
       (dtype('float32'), dtype(bfloat16))
       >>> model.explain()[""].compute
       'bf16'
-
-    References:
-      Keras' `dtype` of a layer.
     """
     if not isinstance(model, nnx.Module):
         raise module_policies.not_a_module("an nnx", model)

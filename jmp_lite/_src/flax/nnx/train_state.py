@@ -60,9 +60,6 @@ class TrainState:
       >>> state = state.apply_gradients(grads=bad, other_state=state.other_state)
       >>> int(state.step), bool(state.params["scale"][...].sum() == 2.0)
       (0, True)
-
-    References:
-      flax.training.train_state.TrainState, for nnx.
     """
 
     step: jax.Array
