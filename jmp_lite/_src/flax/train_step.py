@@ -4,7 +4,7 @@ Shared by `linen.TrainState` and `nnx.TrainState`; does not import flax.
 """
 
 import warnings
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,10 @@ from jmp_lite._src.optimizers.scale_aware import (
     ScaleAwareState,
     warn_if_updates_are_lost,
 )
+from jmp_lite._src.reports import summarize
 from jmp_lite._src.trees import PyTree
+
+S = TypeVar("S", bound=Any)
 
 _ADVICE = (
     "Remove transformations that change the structure of their state, such as "
@@ -116,10 +119,14 @@ def start(
     return jax.tree.map(jnp.copy, trees.cast_at_least_float32(params))
 
 
-def warn_about(params: optax.Params, opt_state: optax.OptState) -> None:
-    """Warn if small updates are lost; a scale-aware optimiser has done it by itself."""
-    if not trees.find(opt_state, ScaleAwareState):
-        warn_if_updates_are_lost(params, opt_state)
+def first(state: S) -> S:
+    """Return a new state as the next ones will be, and warn if updates are lost."""
+    if not trees.find(state.opt_state, ScaleAwareState):  # which warns by itself
+        warn_if_updates_are_lost(state.params, state.opt_state)
+    # In the types of the next state, so that a step compiles once.
+    state = jax.tree.map(base.strongly_typed, state)
+    # A step may donate the state, and a buffer can be donated only once.
+    return trees.copy_shared_arrays(state)
 
 
 def warn_of_old_statistics(statistics: PyTree, argument: str) -> None:
@@ -143,9 +150,8 @@ def _check_finite(tree: PyTree, what: str) -> None:
         and not bool(jnp.isfinite(leaf).all())
     ]
     if bad:
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         raise ValueError(
-            f"The initial {what} are not finite: NaN or inf at {bad[:3]}{more}. "
+            f"The initial {what} are not finite: NaN or inf at {summarize(bad)}. "
             "Training cannot repair them: initialise or load them again."
         )
 
