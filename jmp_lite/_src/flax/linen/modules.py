@@ -106,11 +106,7 @@ class PolicyModule:
     policies: ModulePolicies
 
     def init(self, rngs: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Return `module.init(...)`, each parameter in the param dtype of its policy.
-
-        Raises:
-          ValueError: a pattern or class of the policies matches no module.
-        """
+        """Return `module.init(...)`, parameters in the param dtype of their policy."""
         return self._init(self.module.init, rngs, *args, **kwargs)
 
     def lazy_init(self, rngs: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -153,9 +149,6 @@ class PolicyModule:
 
         Arguments are as for `apply`; variables may be shapes (`jax.eval_shape`). There
         is one row per module; `print` shows them.
-
-        Raises:
-          ValueError: a pattern or class of the policies matches no module.
         """
         run = _Run(self.policies, always_trace=True)
         kwargs["method"] = run.flagged(kwargs.get("method"))
