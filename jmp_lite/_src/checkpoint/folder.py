@@ -56,10 +56,7 @@ def resolve_folder(
 
 
 def step_number(step: object) -> int:
-    try:
-        number = np.asarray(step)
-    except (TypeError, ValueError):  # a PRNG key
-        number = np.asarray(None)
+    number = np.asarray(step)
     if number.ndim:
         raise ValueError(
             f"Expected one step, got an array of shape {list(number.shape)}: a "
