@@ -105,14 +105,11 @@ def _register_with_flax_serialization(cls: Any) -> None:
     def fields(instance: object) -> dict[str, object]:
         return {name: getattr(instance, name) for name in names}
 
-    def to_state_dict(instance: object) -> dict[str, object]:
-        return serialization.to_state_dict(fields(instance))
-
     def from_state_dict(instance: Any, state: dict[str, object]) -> Any:
         new = serialization.from_state_dict(fields(instance), state)
         return dataclasses.replace(instance, **new)
 
-    register(cls, to_state_dict, from_state_dict, override=True)
+    register(cls, fields, from_state_dict, override=True)
 
 
 def of_another_package(x: object, *ours: type) -> str:
