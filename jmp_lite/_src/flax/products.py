@@ -14,6 +14,7 @@ from jmp_lite._src.flax.module_policies import ModulePolicy
 from jmp_lite._src.jaxprs.core import ClosedJaxpr
 from jmp_lite._src.jaxprs.walk import walk
 from jmp_lite._src.policy import Policy
+from jmp_lite._src.reports import summarize
 
 
 def warn(
@@ -56,16 +57,12 @@ def warn(
     warnings.warn(text, stacklevel=3)
 
 
-_MOST_NAMES = 5
-
-
 def _no_half_message(of: str, kept: list[str], policy: Policy) -> str:
-    names = [path or "the model itself" for path in kept[:_MOST_NAMES]]
-    more = ", …" if len(kept) > _MOST_NAMES else ""
+    names = summarize([path or "the model itself" for path in kept])
     return (
         f"0 of {of} run in {jnp.dtype(policy.compute_dtype).name} under the policy "
         f"{policy}: {len(kept)} of its modules set a `dtype`, which only a rule "
-        f"overrides: {', '.join(names)}{more}. Add a rule "
+        f"overrides: {names}. Add a rule "
         f"(`PolicyMap('full', {{'': '{policy}'}})`), or create the model without a "
         "dtype (`dtype=None`, or in its config), or use jmp_lite.autocast."
     )

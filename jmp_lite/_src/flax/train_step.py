@@ -24,11 +24,6 @@ from jmp_lite._src.trees import PyTree
 
 S = TypeVar("S", bound=Any)
 
-_ADVICE = (
-    "Remove transformations that change the structure of their state, such as "
-    "optax.monitor."
-)
-
 
 def next_fields(
     state: Any,
@@ -59,7 +54,7 @@ def next_fields(
     tx = base.as_transformation(state.tx)
     updates, opt_state = tx.update(grads, told, params, **extra)
     opt_state = trees.map_nodes(lambda x: x.loss_scale, opt_state, OtherResultsFinite)
-    base.check_structure(opt_state, state.opt_state, "a train state", _ADVICE)
+    base.check_structure(opt_state, state.opt_state, "a train state")
     if lost := set(trees.key_paths(params)) - set(trees.key_paths(updates)):
         raise ValueError(
             f"Expected a gradient of every parameter, got None for {sorted(lost)[:4]}. "

@@ -108,15 +108,14 @@ def with_dtypes_of(new: optax.OptState, old: optax.OptState) -> optax.OptState:
     return jax.tree.map(cast, new, old, is_leaf=lambda x: x is None)
 
 
-def check_structure(
-    new: optax.OptState, old: optax.OptState, owner: str, reason: str
-) -> None:
+def check_structure(new: optax.OptState, old: optax.OptState, owner: str) -> None:
     """Raise if an update changed the structure of an inner state."""
     difference = trees.first_difference(new, old, ("the new state", "the old one"))
     if difference is not None:
         raise ValueError(
             f"The optimiser inside of {owner} changed the structure of its state: "
-            f"{difference}. {reason}"
+            f"{difference}. Leave out a transformation that changes it, such as "
+            f"optax.monitor, or chain it outside of {owner}."
         )
 
 

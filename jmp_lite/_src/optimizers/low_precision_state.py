@@ -204,9 +204,8 @@ def low_precision_state(
             LowPrecisionArray.to_float32, state.inner_state, LowPrecisionArray
         )
         grads = trees.cast_at_least_float32(updates)
-        owner, reason = "low_precision_state", "Each leaf is stored as before"
         new_updates, new = update_in_float32(
-            inner, grads, old, params, extra, owner, reason
+            inner, grads, old, params, extra, "low_precision_state"
         )
 
         next_key, seed = rounding.next_seed(state.key)

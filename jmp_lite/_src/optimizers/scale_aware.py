@@ -258,9 +258,9 @@ def scale_aware(
             value = _where(finite, value, 0)
         if value is not None:
             extra["value"] = value
-        old, reason = state.inner_state, "A skipped step keeps the old state"
+        old = state.inner_state
         new_updates, inner_state = update_in_float32(
-            inner, grads, old, params, extra, "scale_aware", reason
+            inner, grads, old, params, extra, "scale_aware"
         )
         if skip_nonfinite:
             new_updates = _where(finite, new_updates, complex(-0.0, -0.0))
@@ -291,7 +291,6 @@ def update_in_float32(
     params: optax.Params | None,
     extra: dict[str, object],
     owner: str,
-    reason: str,
 ) -> tuple[optax.Updates, optax.OptState]:
     """Update an inner optimiser that sees float32 parameters.
 
@@ -313,12 +312,7 @@ def update_in_float32(
     updates, new = inner.update(grads, told, params, **extra)
     if are_told:  # else they are of an optimiser around this one
         new = trees.map_nodes(lambda x: x.inner_state, new, base.StateWithStoredDtypes)
-    advice = (
-        f"{reason}, so both states must have the same structure. Put a transformation "
-        f"that changes it (such as optax.monitor) outside of {owner}: "
-        f"optax.chain({owner}(...), optax.monitor(...))."
-    )
-    base.check_structure(new, state, owner, advice)
+    base.check_structure(new, state, owner)
     return updates, base.with_dtypes_of(new, state)
 
 
