@@ -425,7 +425,6 @@ ARGUMENTS: list[Row] = [
     (lambda: jmp.ops.OpRules.default("f99"), "Unknown dtype 'f99'"),
     (lambda: jmp.ops.OpRules.only("half"), "such as {'tanh': 'float32'}, got 'half'"),
     (lambda: RULES_F16.class_of([]), "primitive to be a string, got []"),
-    (lambda: jmp.ops.fp8_dot_general(X, P["w"], 3), "ValueError", "numbers 3"),
     (lambda: fp8_product(X, preferred_element_type=int), "floating dtype", "int64"),
     (lambda: num.advise(loss, MIXED, headroom="16"), "headroom to be a number", "'16'"),
     (lambda: num.advise(loss, MIXED, has_aux="no"), "has_aux to be True", "got 'no'"),
