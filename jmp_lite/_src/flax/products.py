@@ -13,7 +13,6 @@ from jmp_lite._src.autocast import products
 from jmp_lite._src.flax.module_policies import ModulePolicy
 from jmp_lite._src.jaxprs.core import ClosedJaxpr
 from jmp_lite._src.jaxprs.walk import walk
-from jmp_lite._src.policy import Policy
 from jmp_lite._src.reports import summarize
 
 
@@ -39,8 +38,15 @@ def warn(
     halves = set(filter(dtypes.is_half, computes))
     in_fp8 = any(eqn.primitive.name == fp8.PRIMITIVE for eqn in found)
     if kept and found and halves.isdisjoint(operands):
-        of = f"the {len(found)} matrix products of {what}"
-        text = _no_half_message(of, kept, resolved[""].policy)
+        policy = resolved[""].policy
+        text = (
+            f"0 of the {len(found)} matrix products of {what} run in "
+            f"{jnp.dtype(policy.compute_dtype).name} under the policy {policy}: "
+            f"{len(kept)} of its modules set a `dtype`, which only a rule overrides: "
+            f"{summarize([path or 'the model itself' for path in kept])}. Add a rule "
+            f"(`PolicyMap('full', {{'': '{policy}'}})`), or create the model without a "
+            "dtype (`dtype=None`, or in its config), or use jmp_lite.autocast."
+        )
     elif any_fp8 and jaxpr is not None and not in_fp8:
         text = (
             f"with_policy put no matrix product of {what} in fp8: it takes those of "
@@ -55,14 +61,3 @@ def warn(
             fp8.warn_if_slow()
         return
     warnings.warn(text, stacklevel=3)
-
-
-def _no_half_message(of: str, kept: list[str], policy: Policy) -> str:
-    names = summarize([path or "the model itself" for path in kept])
-    return (
-        f"0 of {of} run in {jnp.dtype(policy.compute_dtype).name} under the policy "
-        f"{policy}: {len(kept)} of its modules set a `dtype`, which only a rule "
-        f"overrides: {names}. Add a rule "
-        f"(`PolicyMap('full', {{'': '{policy}'}})`), or create the model without a "
-        "dtype (`dtype=None`, or in its config), or use jmp_lite.autocast."
-    )
