@@ -257,8 +257,7 @@ def test_flax_saves_the_leaves_by_their_names_and_keeps_the_program():
     restored = flax.serialization.from_state_dict(fresh, state)
     chex.assert_trees_all_equal(restored, loss_scale, strict=True)
     del state["bad_steps"]
-    expected = r"the fields \['counter', 'loss_scale'\], expected \['bad_steps', 'cou"
-    with pytest.raises(ValueError, match=expected):
+    with pytest.raises(ValueError, match="do not match, .* keys {'bad_steps'} which"):
         flax.serialization.from_state_dict(fresh, state)
 
 

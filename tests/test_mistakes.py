@@ -59,7 +59,6 @@ KEYS = jax.random.split(KEY)
 NAN, F8 = {"w": jnp.full(2, jnp.nan)}, P["w"].astype(jnp.float8_e4m3fn)
 SHAPE = jax.ShapeDtypeStruct(X.shape, X.dtype)
 MANY, ZERO = ({"scale": x, "fin_steps": x} for x in (X, 0.0))
-MOMENTUM = jmp.scale_aware(optax.sgd(0.1, momentum=0.9))
 LOW_SGD = jmp.low_precision_state(optax.sgd(0.1, momentum=0.9), min_size=1)
 NNX_STATE = nnx_.TrainState.create(LINEAR, TX)
 RULES_F16 = jmp.ops.OpRules.default(F16)
@@ -323,8 +322,8 @@ MODULES: list[Row] = [
     (lambda: nn.Sequential([in_half_inside]).init(KEY, X), "got a bound Dense"),
     (lambda: linen_state(P, tx=optax.sgd), "transformation", "Call it: sgd(...)"),
     (lambda: linen_state(P, tx=TX, ema_decay=1.5), "to be between 0 and 1, got 1.5"),
-    (lambda: linen_state(NAN, tx=TX), "are not finite", "['w']", "load them again"),
-    (lambda: linen_state([NAN] * 5, tx=TX), "['0/w', '1/w', '2/w'] and 2 more"),
+    (lambda: linen_state(NAN, tx=TX), "are not finite", "inf at w. ", "load them"),
+    (lambda: linen_state([NAN] * 5, tx=TX), "0/w, 1/w, 2/w, 3/w and 1 more"),
     (lambda: linen_state(P, tx=TX, batch_stats=NAN), "The initial batch statistics ar"),
     (lambda: linen_state(P, tx=TX, dynamic_scale=None), "tx=jmp_lite.scale_aware(tx)"),
     (lambda: linen_state(P, tx=TX, update_on_skip=["a"]), "names ['a'], expected some"),
@@ -414,9 +413,7 @@ ARGUMENTS: list[Row] = [
     (lambda: TX.init(None), "Expected parameters", "got None"),
     (lambda: jmp.scale_aware(ADAM).init({"w": "no"}), "as parameters, got 'no' at"),
     (lambda: TX.update(None, S, P), "Expected gradients, got None"),
-    (lambda: TX.update({"w": "a", "b": X}, S), "as gradients, got 'a' at 'w'"),
     (lambda: TX.update(stacked(P), S, P), "an update of shape (2, 2) at 'b', not (2,)"),
-    (lambda: MOMENTUM.update([X], MOMENTUM.init(P)), "no part of", "shapes", "'0'"),
     (lambda: MASTERS.update([X], MASTERS.init(H), [X]), "the state is of", "a list in"),
     (lambda: MASTERS.update(H, MASTERS.init(P), stacked(P)), "(2, 2) at 'b', not (2,)"),
     (lambda: MASTERS.update(stacked(H), MASTERS.init(H), H), "update of shape (2, 2)"),
@@ -428,7 +425,6 @@ ARGUMENTS: list[Row] = [
     (lambda: jmp.ops.OpRules.default("f99"), "Unknown dtype 'f99'"),
     (lambda: jmp.ops.OpRules.only("half"), "such as {'tanh': 'float32'}, got 'half'"),
     (lambda: RULES_F16.class_of([]), "primitive to be a string, got []"),
-    (lambda: jmp.ops.fp8_dot_general(X, P["w"], 3), "ValueError", "numbers 3"),
     (lambda: fp8_product(X, preferred_element_type=int), "floating dtype", "int64"),
     (lambda: num.advise(loss, MIXED, headroom="16"), "headroom to be a number", "'16'"),
     (lambda: num.advise(loss, MIXED, has_aux="no"), "has_aux to be True", "got 'no'"),

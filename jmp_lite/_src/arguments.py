@@ -3,7 +3,6 @@
 An argument of another kind raises TypeError, one that is out of range ValueError.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -68,13 +67,9 @@ def number(
     """Return a number that is known at trace time, as a float, of which this holds."""
     if not is_number(value):
         raise TypeError(wrong(name, "a number known at trace time", value))
-    try:
-        found = float(value)
-    except OverflowError:
-        found = math.inf if value > 0 else -math.inf
-    if not holds(found):
+    if not holds(float(value)):
         raise ValueError(wrong(name, expected, value))
-    return found
+    return float(value)
 
 
 def count(value: object, name: str, least: int = 1) -> int:

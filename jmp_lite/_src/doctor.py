@@ -315,7 +315,7 @@ def _compile_products(
     # XLA's fp8 kernels sum over the last dimension of both operands. With other
     # dimensions a transpose would be timed too.
     def product(a, b):
-        if dtypes.needs_scale(a.dtype):
+        if a.dtype.itemsize == 1:
             return fp8.multiply(a, b, (-1, -1), jnp.bfloat16)
         return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())))
 

@@ -60,11 +60,6 @@ def packed(count: int, dtype: np.dtype) -> int:
     return -(-count * jax.dtypes.itemsize_bits(dtype) // (8 * dtype.itemsize))
 
 
-def needs_scale(dtype: DTypeLike) -> bool:
-    """Return whether this dtype has so few bits, 8 at most, that it needs a scale."""
-    return jnp.finfo(dtype).bits <= 8
-
-
 def parse_dtype(value: DTypeLike | None) -> DTypeLike:
     """Return the dtype of `DTYPE_NAMES` of a name or a dtype, such as `jnp.float16`.
 

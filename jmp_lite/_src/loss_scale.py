@@ -234,8 +234,7 @@ class DynamicLossScale(metaclass=compat.FlaxSerializable):
 
         Returns:
           The unscaled tree. f16 and bf16 leaves become f32, because the result can
-          underflow in half precision. Complex leaves stay complex. Integers, bools,
-          fp8, keys, `float0` and objects are returned unchanged.
+          underflow in half precision. Other leaves are as in `scale`.
         """
         return _multiply(tree, 1 / self.loss_scale)
 

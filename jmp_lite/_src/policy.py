@@ -319,11 +319,7 @@ class PolicyMap:
         Raises:
           TypeError: the path is not a string.
         """
-        return self.rule_for(path) or self.default
-
-    def rule_for(self, path: str) -> Policy | None:
-        """Return the policy of the first pattern that applies to a path, else None."""
-        return self.match(path)[1]
+        return self.match(path)[1] or self.default
 
     def match(self, path: str) -> tuple[str, Policy | None]:
         """Return the first pattern that applies to a path, and its policy or None."""

@@ -455,8 +455,7 @@ def test_an_optimiser_that_changes_the_structure_of_its_state_is_an_error(wrap):
         jax.eval_shape(_first_step(tx))
     assert str(error.value).startswith(
         "The optimiser inside of a train state changed the structure of its state: "
-        "'1/measurements/norm' is in the new state only. Remove transformations that "
-        "change"
+        "'1/measurements/norm' is in the new state only. Leave out a transformation "
     )
 
 

@@ -1,13 +1,8 @@
 """The folder of a run: which of its entries are checkpoints, and what a save changes.
 
-A checkpoint is a folder `<step>` that holds our record. Nothing else is counted,
-replaced, renamed or removed, and no link is followed.
-
 A checkpoint is written in the folder `.jmp_lite_saving`, and renamed when it is
 complete. One that it replaces is renamed to `replaced_<step>` before that, so that a
-complete checkpoint of the step exists at any time. An old one is moved into
-`.jmp_lite_saving` before it is deleted. The next save deletes what a killed process has
-left there.
+complete checkpoint of the step exists at any time.
 
 Google Cloud Storage cannot rename a folder: a checkpoint is written in place there, and
 is complete when it has the file `commit_success.txt`, as Orbax' own.
@@ -61,10 +56,7 @@ def resolve_folder(
 
 
 def step_number(step: object) -> int:
-    try:
-        number = np.asarray(step)
-    except (TypeError, ValueError):  # a PRNG key
-        number = np.asarray(None)
+    number = np.asarray(step)
     if number.ndim:
         raise ValueError(
             f"Expected one step, got an array of shape {list(number.shape)}: a "

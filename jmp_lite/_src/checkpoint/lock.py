@@ -1,9 +1,7 @@
 """One writer in a folder, among the threads, processes and hosts that may save there.
 
-`save` holds a lock (`flock`) on the file `.writer` in the folder. The operating system
-releases it when the process ends for any reason. It excludes other hosts if the file
-system shares locks between hosts, as NFS does. There is no lock on object stores
-(`gs://`) and on Windows.
+The operating system releases the lock when the process ends for any reason. It excludes
+other hosts if the file system shares locks between hosts, as NFS does.
 """
 
 import contextlib

@@ -42,9 +42,6 @@ def convert_loss_scale(saved: object) -> DynamicLossScale:
       >>> loss_scale = convert_loss_scale({"scale": 1024.0, "fin_steps": 3})
       >>> float(loss_scale.loss_scale), int(loss_scale.counter), loss_scale.period
       (1024.0, 3, 2001)
-
-    References:
-      jmp.DynamicLossScale; flax.training.dynamic_scale.DynamicScale.
     """
     if isinstance(saved, DynamicLossScale):
         return saved

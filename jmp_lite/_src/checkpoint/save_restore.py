@@ -1,12 +1,8 @@
 """Save and restore states with Orbax.
 
-A checkpoint is a folder `<step>` with two folders: `record`, JSON with the spec of each
-leaf and with strings and bytes, and `state`, a flat dict of arrays by key path.
-
-Limits: arrays that one process can address are copied to host memory once and have a
-checksum. For an array that spans processes, each process writes and reads its own
-shards, without a checksum. Other leaves are saved by the first process. Replacing a
-step is not atomic on object stores, which cannot rename a folder atomically.
+Arrays that one process can address are copied to host memory once and have a checksum.
+For an array that spans processes, each process writes and reads its own shards, without
+a checksum. Other leaves are saved by the first process.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """flax's attention with its softmax in float32, for linen and nnx."""
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -61,10 +60,6 @@ def dot_product_attention(
                 logits = jnp.where(kept, logits, jnp.finfo(logits.dtype).min)
         return logits
 
-    if isinstance(module, nnx.Module):
-        # It sows as linen does.
-        sow = functools.partial(module.sow, nnx.Intermediate)
-        module = types.SimpleNamespace(sow=lambda _, name, value: sow(name, value))
     # flax computes the softmax in the dtype of the logits, and casts it to `dtype`.
     return nn.dot_product_attention(
         query,

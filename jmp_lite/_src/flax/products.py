@@ -3,7 +3,6 @@
 Shared by the `with_policy` of linen and of nnx; does not import flax.
 """
 
-import collections
 import warnings
 from collections.abc import Callable, Mapping
 
@@ -12,9 +11,9 @@ import jax.numpy as jnp
 from jmp_lite._src import compat, dtypes, fp8
 from jmp_lite._src.autocast import products
 from jmp_lite._src.flax.module_policies import ModulePolicy
-from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn
+from jmp_lite._src.jaxprs.core import ClosedJaxpr
 from jmp_lite._src.jaxprs.walk import walk
-from jmp_lite._src.policy import Policy
+from jmp_lite._src.reports import summarize
 
 
 def warn(
@@ -35,54 +34,30 @@ def warn(
     eqns = [] if jaxpr is None else walk(jaxpr)
     found = [eqn for eqn in eqns if eqn.primitive.name in names]
     operands = [compat.aval_of(v).dtype for eqn in found for v in eqn.invars[:2]]
-    reasons = collections.Counter(map(_why_not_fp8, found))
     computes = {jnp.dtype(of.policy.compute_dtype) for of in resolved.values()}
     halves = set(filter(dtypes.is_half, computes))
+    in_fp8 = any(eqn.primitive.name == fp8.PRIMITIVE for eqn in found)
     if kept and found and halves.isdisjoint(operands):
-        of = f"the {len(found)} matrix products of {what}"
-        text = _no_half_message(of, kept, resolved[""].policy)
-    elif any_fp8 and jaxpr is not None and not reasons[""]:
-        text = _no_fp8_message(what, reasons)
+        policy = resolved[""].policy
+        text = (
+            f"0 of the {len(found)} matrix products of {what} run in "
+            f"{jnp.dtype(policy.compute_dtype).name} under the policy {policy}: "
+            f"{len(kept)} of its modules set a `dtype`, which only a rule overrides: "
+            f"{summarize([path or 'the model itself' for path in kept])}. Add a rule "
+            f"(`PolicyMap('full', {{'': '{policy}'}})`), or create the model without a "
+            "dtype (`dtype=None`, or in its config), or use jmp_lite.autocast."
+        )
+    elif any_fp8 and jaxpr is not None and not in_fp8:
+        text = (
+            f"with_policy put no matrix product of {what} in fp8: it takes those of "
+            "layers with a `dot_general`, whose dimensions are multiples of "
+            f"{fp8.TILE} from {fp8.MIN_SIZE} on, unless the author set that, a dtype "
+            "or a precision. A larger batch has larger products; a rule overrides a "
+            "`dtype` (`PolicyMap('mixed_fp8', {'': 'mixed_fp8'})`); jmp_lite.autocast "
+            "reaches products outside of layers; mixed_bfloat16 asks for no fp8."
+        )
     else:
         if any_fp8:
             fp8.warn_if_slow()
         return
     warnings.warn(text, stacklevel=3)
-
-
-_MOST_NAMES = 5
-
-
-def _no_half_message(of: str, kept: list[str], policy: Policy) -> str:
-    names = [path or "the model itself" for path in kept[:_MOST_NAMES]]
-    more = ", …" if len(kept) > _MOST_NAMES else ""
-    return (
-        f"0 of {of} run in {jnp.dtype(policy.compute_dtype).name} under the policy "
-        f"{policy}: {len(kept)} of its modules set a `dtype`, which only a rule "
-        f"overrides: {', '.join(names)}{more}. Add a rule "
-        f"(`PolicyMap('full', {{'': '{policy}'}})`), or create the model without a "
-        "dtype (`dtype=None`, or in its config), or use jmp_lite.autocast."
-    )
-
-
-def _why_not_fp8(eqn: Eqn) -> str:
-    operands = [compat.aval_of(v).dtype for v in eqn.invars[:2]]
-    if eqn.primitive.name == fp8.PRIMITIVE or any(map(dtypes.needs_scale, operands)):
-        return ""
-    if any(dtype != jnp.bfloat16 for dtype in operands):
-        return f"computed in {jnp.promote_types(*operands).name}"
-    if not fp8.is_default_precision(eqn.params.get("precision")):
-        return "a precision that the model chose"
-    other = "not of a layer that takes a dot_general, or its author set that or a dtype"
-    return products.why_not_fp8(eqn, fp8.MIN_SIZE) or other
-
-
-def _no_fp8_message(what: str, reasons: collections.Counter[str]) -> str:
-    notes = [f"{n} × {reason}" for reason, n in reasons.most_common() if n]
-    why = "; ".join(notes) or "it has none"
-    return (
-        f"with_policy put no matrix product of {what} in fp8: {why}. A larger batch "
-        "has larger products; a rule overrides a `dtype` (`PolicyMap('mixed_fp8', {'': "
-        "'mixed_fp8'})`); jmp_lite.autocast reaches products outside of layers; "
-        "mixed_bfloat16 asks for no fp8."
-    )

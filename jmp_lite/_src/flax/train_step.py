@@ -4,7 +4,7 @@ Shared by `linen.TrainState` and `nnx.TrainState`; does not import flax.
 """
 
 import warnings
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,10 @@ from jmp_lite._src.optimizers.scale_aware import (
     ScaleAwareState,
     warn_if_updates_are_lost,
 )
+from jmp_lite._src.reports import summarize
 from jmp_lite._src.trees import PyTree
 
-_ADVICE = (
-    "Remove transformations that change the structure of their state, such as "
-    "optax.monitor."
-)
+S = TypeVar("S", bound=Any)
 
 
 def next_fields(
@@ -56,7 +54,7 @@ def next_fields(
     tx = base.as_transformation(state.tx)
     updates, opt_state = tx.update(grads, told, params, **extra)
     opt_state = trees.map_nodes(lambda x: x.loss_scale, opt_state, OtherResultsFinite)
-    base.check_structure(opt_state, state.opt_state, "a train state", _ADVICE)
+    base.check_structure(opt_state, state.opt_state, "a train state")
     if lost := set(trees.key_paths(params)) - set(trees.key_paths(updates)):
         raise ValueError(
             f"Expected a gradient of every parameter, got None for {sorted(lost)[:4]}. "
@@ -106,7 +104,7 @@ def start(
     base.as_transformation(tx)
     if not hasattr(params, "__contains__"):  # flax asks whether they have fp8
         raise TypeError(arguments.wrong("params", "a tree of arrays", params))
-    base.check_leaves(params, "parameters")
+    base.check_leaves(params)
     _check_finite(params, "parameters")
     _check_finite(batch_stats, "batch statistics")
     if decay is None:
@@ -116,10 +114,14 @@ def start(
     return jax.tree.map(jnp.copy, trees.cast_at_least_float32(params))
 
 
-def warn_about(params: optax.Params, opt_state: optax.OptState) -> None:
-    """Warn if small updates are lost; a scale-aware optimiser has done it by itself."""
-    if not trees.find(opt_state, ScaleAwareState):
-        warn_if_updates_are_lost(params, opt_state)
+def first(state: S) -> S:
+    """Return a new state as the next ones will be, and warn if updates are lost."""
+    if not trees.find(state.opt_state, ScaleAwareState):  # which warns by itself
+        warn_if_updates_are_lost(state.params, state.opt_state)
+    # In the types of the next state, so that a step compiles once.
+    state = jax.tree.map(base.strongly_typed, state)
+    # A step may donate the state, and a buffer can be donated only once.
+    return trees.copy_shared_arrays(state)
 
 
 def warn_of_old_statistics(statistics: PyTree, argument: str) -> None:
@@ -143,9 +145,8 @@ def _check_finite(tree: PyTree, what: str) -> None:
         and not bool(jnp.isfinite(leaf).all())
     ]
     if bad:
-        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         raise ValueError(
-            f"The initial {what} are not finite: NaN or inf at {bad[:3]}{more}. "
+            f"The initial {what} are not finite: NaN or inf at {summarize(bad)}. "
             "Training cannot repair them: initialise or load them again."
         )
 

@@ -10,7 +10,6 @@
 
 import dataclasses
 import inspect
-import traceback
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -26,8 +25,7 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     """Return an inner optimiser as a transformation that takes extra arguments.
 
     Numbers and arrays of its state are strongly typed. The loss `value` is only passed
-    to one that takes it by name or as `**kwargs`. If an update fails, the error says
-    how gradients differ from what the state is for.
+    to one that takes it by name or as `**kwargs`.
     """
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         remedy = ""
@@ -51,49 +49,22 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
         try:
             state = inner.init(params)
         except (OverflowError, TypeError, ValueError):
-            check_leaves(params, "parameters", functions=False)
+            check_leaves(params, functions=False)
             raise
         return jax.tree.map(strongly_typed, state)
 
     def update_fn(updates, state, params=None, **extra):
         if not takes_value:
             extra.pop("value", None)
-        try:
-            new_updates, new_state = inner.update(updates, state, params, **extra)
-        except (OverflowError, TypeError, ValueError) as error:
-            if not _is_explained(error):
-                check_leaves(updates, "gradients")
-                if why := _why_unlike(updates, state, params):
-                    raise ValueError(f"{_LIKE_PARAMS}: {why}.") from error
-            raise
+        new_updates, new_state = inner.update(updates, state, params, **extra)
         if why := _other_shape(new_updates, params):
-            raise ValueError(f"{_LIKE_PARAMS}: an update of {why}.")
+            raise ValueError(
+                "Expected gradients like the parameters that `init` was given: an "
+                f"update of {why}."
+            )
         return new_updates, new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-_LIKE_PARAMS = "Expected gradients like the parameters that `init` was given"
-
-
-def _why_unlike(
-    grads: optax.Updates, state: optax.OptState, params: optax.Params | None
-) -> str:
-    """Return how gradients differ from parameters, or from each part of a state."""
-    if why := _other_shape(grads, params):
-        return why
-
-    def shapes(tree):
-        return jax.tree.structure(tree), [*map(np.shape, jax.tree.leaves(tree))]
-
-    own = shapes(grads)
-    parts = jax.tree.leaves(state, is_leaf=lambda x: shapes(x) == own)
-    # Integers are counters.
-    floats = filter(trees.is_inexact, jax.tree.leaves(state))
-    if not any(map(np.ndim, floats)) or own in map(shapes, parts):
-        return ""
-    paths = trees.key_paths(grads)[:4]
-    return f"no part of the optimiser's state has their shapes and structure, {paths}…"
 
 
 def _other_shape(tree: object, params: object) -> str:
@@ -104,13 +75,6 @@ def _other_shape(tree: object, params: object) -> str:
             where = f" at {trees.key_path(path)!r}" if path else ""
             return f"shape {np.shape(x)}{where}, not {expected[path]}"
     return ""
-
-
-def _is_explained(error: Exception) -> bool:
-    """Return whether an error is ours, or was seen by `update_fn` of one inside."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    is_ours = frames[-1].f_globals["__name__"].startswith("jmp_lite.")
-    return is_ours or frames[0].f_code in [frame.f_code for frame in frames[1:]]
 
 
 def strongly_typed(x: object) -> object:
@@ -144,15 +108,14 @@ def with_dtypes_of(new: optax.OptState, old: optax.OptState) -> optax.OptState:
     return jax.tree.map(cast, new, old, is_leaf=lambda x: x is None)
 
 
-def check_structure(
-    new: optax.OptState, old: optax.OptState, owner: str, reason: str
-) -> None:
+def check_structure(new: optax.OptState, old: optax.OptState, owner: str) -> None:
     """Raise if an update changed the structure of an inner state."""
     difference = trees.first_difference(new, old, ("the new state", "the old one"))
     if difference is not None:
         raise ValueError(
             f"The optimiser inside of {owner} changed the structure of its state: "
-            f"{difference}. {reason}"
+            f"{difference}. Leave out a transformation that changes it, such as "
+            f"optax.monitor, or chain it outside of {owner}."
         )
 
 
@@ -201,9 +164,9 @@ def check_params(params: optax.Params | None, stored: optax.Params) -> None:
         )
 
 
-def check_leaves(tree: object, what: str, functions: bool = True) -> None:
+def check_leaves(params: object, functions: bool = True) -> None:
     """Raise unless each leaf is an array, a number, or a function if these may be."""
-    for path, x in jax.tree.leaves_with_path(tree):
+    for path, x in jax.tree.leaves_with_path(params):
         is_number = trees.is_array(x) or arguments.array(x) is not None
         if not is_number and not (functions and callable(x)):
             where = f" at {trees.key_path(path)!r}" if path else ""
@@ -214,7 +177,8 @@ def check_leaves(tree: object, what: str, functions: bool = True) -> None:
                     "tx.init(equinox.filter(model, equinox.is_inexact_array))."
                 )
             raise TypeError(
-                f"Expected arrays as {what}, got {arguments.shown(x)}{where}.{remedy}"
+                f"Expected arrays as parameters, got {arguments.shown(x)}{where}."
+                f"{remedy}"
             )
 
 

@@ -1,11 +1,10 @@
 """Optimiser state in low precision: bfloat16 or 8 bits, rounded stochastically.
 
-Limits: the inner optimiser computes in float32. Under `jit`, XLA fuses this with the
-rounding; 8 bits need a pass for the scales, for which a program for an H100 computes
-the new state twice, and one for a TPU v5e writes it in float32. Without `jit`, all of
-the state is in float32 during an update.
+The inner optimiser computes in float32. Under `jit`, XLA fuses this with the rounding;
+without, all of the state is in float32 during an update.
 """
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -205,9 +204,8 @@ def low_precision_state(
             LowPrecisionArray.to_float32, state.inner_state, LowPrecisionArray
         )
         grads = trees.cast_at_least_float32(updates)
-        owner, reason = "low_precision_state", "Each leaf is stored as before"
         new_updates, new = update_in_float32(
-            inner, grads, old, params, extra, owner, reason
+            inner, grads, old, params, extra, "low_precision_state"
         )
 
         next_key, seed = rounding.next_seed(state.key)
@@ -396,13 +394,7 @@ def _find_param(path: KeyPath, x: Any, shapes: _Shapes) -> tuple[int, str | None
 def _parse_dtype(dtype: Any) -> str:
     name = dtype
     if not isinstance(dtype, str):
-        try:
+        with contextlib.suppress(TypeError, ValueError):
             name = np.dtype(dtype).name
-        except (TypeError, ValueError):
-            name = None
-    if name not in _DTYPES:
-        remedy = ' 8 bits are "8bit".' if name in ("float8", "int8", "uint8") else ""
-        raise ValueError(
-            f"Expected a dtype of the state of {_DTYPES}, got {dtype!r}.{remedy}"
-        )
-    return name
+    remedy = '8 bits are "8bit".' if name in ("float8", "int8", "uint8") else ""
+    return arguments.one_of(name, "dtype", _DTYPES, remedy)

@@ -1,9 +1,4 @@
-"""The scale-aware optimiser: unscale the gradients and skip non-finite steps.
-
-It wraps any optax optimiser, and applies its update or leaves the state bitwise
-unchanged. Put clipping, weight decay, schedules, averaging and accumulation inside it,
-where gradients are unscaled, float32 and finite.
-"""
+"""The scale-aware optimiser: unscale the gradients and skip non-finite steps."""
 
 import difflib
 import itertools
@@ -34,11 +29,6 @@ _NEED_DTYPES = (MasterRemaindersState, MasterWeightsState, StochasticRoundingSta
 
 # States of what leaves updates alone, or may: it is for a part of the parameters.
 _CHANGE_OTHERS = optax.SnapshotState, optax.MaskedState
-
-_UNSCALED_TWICE = (
-    "The optimiser to wrap already has a scale_aware optimiser inside: gradients would "
-    "be unscaled twice. Remove one of the two."
-)
 
 
 class OtherResultsFinite(NamedTuple):
@@ -172,8 +162,8 @@ def scale_aware(
     Raises:
       TypeError: `inner` is not an optax transformation; `loss_scale` is not a loss
         scale. In `update`: the name of an argument is nearly `value`.
-      ValueError: the loss scale is zero, negative or NaN; `inner` is scale-aware, which
-        `init` sees at any depth. In `update`: gradients and parameters differ in
+      ValueError: the loss scale is zero, negative or NaN. In `init`: `inner` is
+        scale-aware, at any depth. In `update`: gradients and parameters differ in
         structure (a gradient that is None matches anything; for
         `optax.LookaheadParams`, gradients match the fast parameters); `state` belongs
         to another transformation; or `inner` changes the structure of its state, as
@@ -195,8 +185,6 @@ def scale_aware(
       (https://arxiv.org/abs/1710.03740); torch.amp.GradScaler; Keras'
       LossScaleOptimizer.
     """
-    if isinstance(inner, ScaleAwareTransformation):
-        raise ValueError(_UNSCALED_TWICE)
     if isinstance(inner, LossScale):
         raise TypeError(
             f"Expected an optax transformation, got {arguments.shown(inner)}: write "
@@ -211,7 +199,10 @@ def scale_aware(
     def init_fn(params: optax.Params) -> ScaleAwareState:
         inner_state = inner.init(trees.cast_at_least_float32(params))
         if trees.find(inner_state, ScaleAwareState):
-            raise ValueError(_UNSCALED_TWICE)
+            raise ValueError(
+                "The optimiser to wrap already has a scale_aware optimiser inside: "
+                "gradients would be unscaled twice. Remove one of the two."
+            )
         warn_if_updates_are_lost(params, inner_state)
         return ScaleAwareState(
             inner_state=with_remainders(inner_state, base.stored_dtypes(params)),
@@ -263,9 +254,9 @@ def scale_aware(
             value = _where(finite, value, 0)
         if value is not None:
             extra["value"] = value
-        old, reason = state.inner_state, "A skipped step keeps the old state"
+        old = state.inner_state
         new_updates, inner_state = update_in_float32(
-            inner, grads, old, params, extra, "scale_aware", reason
+            inner, grads, old, params, extra, "scale_aware"
         )
         if skip_nonfinite:
             new_updates = _where(finite, new_updates, complex(-0.0, -0.0))
@@ -296,7 +287,6 @@ def update_in_float32(
     params: optax.Params | None,
     extra: dict[str, object],
     owner: str,
-    reason: str,
 ) -> tuple[optax.Updates, optax.OptState]:
     """Update an inner optimiser that sees float32 parameters.
 
@@ -318,12 +308,7 @@ def update_in_float32(
     updates, new = inner.update(grads, told, params, **extra)
     if are_told:  # else they are of an optimiser around this one
         new = trees.map_nodes(lambda x: x.inner_state, new, base.StateWithStoredDtypes)
-    advice = (
-        f"{reason}, so both states must have the same structure. Put a transformation "
-        f"that changes it (such as optax.monitor) outside of {owner}: "
-        f"optax.chain({owner}(...), optax.monitor(...))."
-    )
-    base.check_structure(new, state, owner, advice)
+    base.check_structure(new, state, owner)
     return updates, base.with_dtypes_of(new, state)
 
 

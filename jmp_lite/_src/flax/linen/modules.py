@@ -1,15 +1,8 @@
 """Policies for the modules of a linen model, without a change to its source.
 
-Limits:
-
-- A module gets its dtypes from outside: by its field `dtype`, or by casts of its
-  parameters and inputs. Operations inside it follow from these. The softmax of flax's
-  attention is float32; a softmax that a model computes itself has the dtype of its
-  logits. Give that module a policy, or use `autocast`, which works by operation.
-- `init` runs the model without policies. Then parameters and the caches of flax's
-  attention are cast.
-- Modules of one class and shape under flax's `nn.jit` share the first trace, and with
-  it the policy.
+A module gets its dtypes from outside: by its field `dtype`, or by casts of its
+parameters and inputs. Operations inside it follow from these. `init` runs the model
+without policies. Then parameters and the caches of flax's attention are cast.
 """
 
 import contextlib
@@ -113,11 +106,7 @@ class PolicyModule:
     policies: ModulePolicies
 
     def init(self, rngs: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Return `module.init(...)`, each parameter in the param dtype of its policy.
-
-        Raises:
-          ValueError: a pattern or class of the policies matches no module.
-        """
+        """Return `module.init(...)`, parameters in the param dtype of their policy."""
         return self._init(self.module.init, rngs, *args, **kwargs)
 
     def lazy_init(self, rngs: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -160,9 +149,6 @@ class PolicyModule:
 
         Arguments are as for `apply`; variables may be shapes (`jax.eval_shape`). There
         is one row per module; `print` shows them.
-
-        Raises:
-          ValueError: a pattern or class of the policies matches no module.
         """
         run = _Run(self.policies, always_trace=True)
         kwargs["method"] = run.flagged(kwargs.get("method"))

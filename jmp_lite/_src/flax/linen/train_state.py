@@ -14,7 +14,6 @@ from jax.typing import ArrayLike
 
 from jmp_lite._src import arguments, trees
 from jmp_lite._src.flax import train_step
-from jmp_lite._src.optimizers import base
 from jmp_lite._src.trees import PyTree
 
 _OF_A_STEP = {"step", "params", "opt_state"}
@@ -58,9 +57,6 @@ class TrainState(train_state.TrainState):
       ... )
       >>> int(state.step), float(state.params["w"]), float(state.batch_stats["mean"])
       (0, 1.0, 0.0)
-
-    References:
-      flax.training.train_state.TrainState.
     """
 
     batch_stats: PyTree = None
@@ -113,12 +109,7 @@ class TrainState(train_state.TrainState):
                 "subclass adds a field: give it a default, batches: Any = None."
             )
         state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
-        train_step.warn_about(params, state.opt_state)
-        state = state.replace(step=jnp.zeros([], jnp.int32))
-        # In the types of the next state, so that a step compiles once.
-        state = jax.tree.map(base.strongly_typed, state)
-        # A step may donate the state, and a buffer can be donated only once.
-        return trees.copy_shared_buffers(state)
+        return train_step.first(state.replace(step=jnp.zeros([], jnp.int32)))
 
     def apply_gradients(
         self, *, grads: PyTree, value: ArrayLike | None = None, **kwargs: PyTree

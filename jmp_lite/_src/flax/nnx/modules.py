@@ -1,8 +1,4 @@
-"""Policies for the modules of an nnx model, without a change to its source.
-
-Limits: the inputs of a module that is no layer of flax are not cast, except those of
-the model itself. A softmax that a model computes itself has the dtype of its logits.
-"""
+"""Policies for the modules of an nnx model, without a change to its source."""
 
 import dataclasses
 import math
@@ -77,9 +73,6 @@ def with_policy(
       (dtype('float32'), dtype(bfloat16))
       >>> model.explain()[""].compute
       'bf16'
-
-    References:
-      Keras' `dtype` of a layer.
     """
     if not isinstance(model, nnx.Module):
         raise module_policies.not_a_module("an nnx", model)

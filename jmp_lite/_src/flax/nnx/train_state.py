@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 from jax.typing import ArrayLike
 
-from jmp_lite._src import arguments, trees
+from jmp_lite._src import arguments
 from jmp_lite._src.flax import module_policies, train_step
 from jmp_lite._src.optimizers import base
 from jmp_lite._src.optimizers.low_precision_state import into_variables
@@ -60,9 +60,6 @@ class TrainState:
       >>> state = state.apply_gradients(grads=bad, other_state=state.other_state)
       >>> int(state.step), bool(state.params["scale"][...].sum() == 2.0)
       (0, True)
-
-    References:
-      flax.training.train_state.TrainState, for nnx.
     """
 
     step: jax.Array
@@ -105,7 +102,7 @@ class TrainState:
         graphdef, params, other_state = nnx.split(model, nnx.Param, ...)
         batch_stats = nnx.filter_state(other_state, nnx.BatchStat)
         ema = train_step.start(tx, params, batch_stats, ema_decay)
-        # A step may donate the state: copy the arrays of the model, and share none.
+        # A step may donate the state: copy the arrays of the model.
         params, other_state = jax.tree.map(jnp.copy, (params, other_state))
         state = cls(
             step=jnp.zeros([], jnp.int32),
@@ -118,10 +115,7 @@ class TrainState:
             ema_decay=ema_decay,
             update_on_skip=update_on_skip,
         )
-        train_step.warn_about(params, state.opt_state)
-        # In the types of the next state, so that a step compiles once.
-        state = jax.tree.map(base.strongly_typed, state)
-        return trees.copy_shared_buffers(state)
+        return train_step.first(state)
 
     def model(self, params: Any = None) -> Any:
         """Return the model with `params`, such as `ema`; by default with its own."""
