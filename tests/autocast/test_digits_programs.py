@@ -15,7 +15,7 @@ from arrays import error, in_float64
 from autocast_corpus.program import DTYPES, IN_HALVES, POLICIES
 from jax import lax
 
-from jmp_lite import autocast
+from jmp_lite import autocast, full_precision
 
 pytestmark = pytest.mark.standard_promotion
 
@@ -31,6 +31,7 @@ W, V, X = _normal(N, N) / 4, _normal(N, N) / 4, _normal(64, N)
 TRIL = np.tril(np.ones((64, 64), np.float32))
 GRAPH = (_rng.random((64, 64)) < 0.3).astype(np.float32)
 GRAPH = np.maximum(GRAPH, GRAPH.T)
+_NOISE = _normal(64, N) / 10
 TOKENS = (_rng.random((512, N)) < 0.7).astype(np.float32)
 
 
@@ -172,7 +173,8 @@ def differences_of_scalars(mm, w):
     """As of a value function, of one transition at a time."""
 
     def difference(x):
-        value, next_value = mm(x, _near(w)[:, 0]), mm(1.01 * x, _near(w)[:, 0])
+        weights = _near(w)[:, :1]
+        value, next_value = mm(x, weights)[0], mm(1.01 * x, weights)[0]
         return 1 + 0.99 * lax.stop_gradient(next_value) - value
 
     return lax.map(difference, jnp.asarray(NEAR_ONE, w.dtype))
@@ -199,8 +201,26 @@ def centred(mm, w):
     return jnp.stack(of_members) - jnp.stack(of_members).mean(0)
 
 
+def cosine_of_two_views(mm, w):
+    """A sum of products along rows is no matrix product: nothing is rounded for it."""
+    views = X.astype(w.dtype), X.astype(w.dtype) + _NOISE
+    rows = [jnp.tanh(mm(x, w)) for x in views]
+    rows = [h / jnp.linalg.norm(h, axis=-1, keepdims=True) for h in rows]
+    cosines = jnp.einsum("nd,nd->n", *rows)
+    return 1 - jnp.append(cosines, jnp.vdot(*rows) / len(X))
+
+
+def mixed_probabilities(mm, w):
+    """What a product in float32 is asked for, it asks of its operands."""
+    p = jax.nn.sigmoid(7 + mm(X, w))
+    mixed = full_precision(jnp.matmul)(p, jnp.eye(N, dtype=w.dtype))
+    return jnp.log(1 - mixed)
+
+
 _NAMED = [
     centred,
+    cosine_of_two_views,
+    mixed_probabilities,
     difference_of_three,
     margin,
     prefix_products,

@@ -73,6 +73,9 @@ def test_parameters_are_what_a_gradient_or_a_model_has():
     assert told(jax.grad(loss_fn), PARAMS, X) == told(loss_fn, PARAMS, X) == expected
     found = told(lambda w, x: w - x.sum(), X, jnp.ones(3))
     assert found == sizes(parameters=X, batch=jnp.ones(3))
+    w, state = jnp.ones((8, 4)), optax.adam(1e-3).init(jnp.ones((8, 4)))
+    found = told(lambda w, state, x: (w * x, state, x.sum()), w, state, X)
+    assert found == sizes(parameters=w, batch=X, state=state)
     pair = {"x": X, "y": X}  # a batch is a tree, too
 
     def loss_of_pair(params, batch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,8 @@ def test_progress_and_mistakes():
     steps = {"a": (loss_fn, [PARAMS, X]), "b": (jax.grad(loss_fn), (PARAMS, X))}
     memory.compare(steps, on_progress=names.append)
     assert names == ["a", "b"]
+    of_sizes: Any = dict(enumerate(steps.values()))  # as of batch sizes
+    assert "\n1  " in str(memory.compare(of_sizes))
     with pytest.raises(ValueError, match="at least one step"):
         memory.compare({})
     with pytest.raises(TypeError, match="names to steps.*of_step.*got <function"):

@@ -379,6 +379,9 @@ def test_the_rules_of_the_start_stay_behind_those_that_are_new():
     assert patterns(advice) == ["middle", "last"]
     start = jmp.PolicyMap("mixed_float16", {"middle": "full"})
     assert patterns(advise(overflowing, start)(PARAMS, X, Y)) == ["middle"]
+    start = jmp.PolicyMap("mixed_float16", {"midle": "full"})
+    with pytest.raises(ValueError, match="'midle' matches no path"):
+        advise(overflowing, start)(PARAMS, X, Y)
 
 
 def test_arguments_are_those_of_value_and_grad():

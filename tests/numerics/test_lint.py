@@ -274,6 +274,11 @@ def an_average(move, x):
     return move(1.0 * x) + move(1e-4 * x)
 
 
+@behind_moves("constant-becomes-one", X, behind=MOVES)
+def an_average_that_moves(move, x):
+    return move(x) + move(1e-4 * (x**2 - x))
+
+
 @behind_moves("softmax-in-half", X)
 def exponentials_summed_later(move, x):
     return jnp.sum(move(jnp.exp(x)).astype(F32))

@@ -24,6 +24,7 @@ from train_steps import (
     found,
     gradients_of,
     loss_fn,
+    plain_loss,
     scaled,
     step_with,
     updated,
@@ -83,6 +84,20 @@ def test_a_loss_of_parameters_that_were_updated_is_a_loss() -> None:
 
     w = PARAMS["w"]
     assert found(step, (w, w, ADAM.init(w), ADAM.init(w), X)) == {}
+
+
+def test_a_loss_of_gradients_may_be_its_value() -> None:
+    """As of a gradient penalty: no loss scale is in it."""
+
+    def penalty(params, x, y):
+        slopes = jax.vmap(jax.grad(lambda x, y: plain_loss(params, x, y)))(x, y)
+        return jnp.mean(slopes**2)
+
+    def step(params, opt_state, x, y):
+        loss, grads = scaled(jmp.autocast(penalty, POLICY), opt_state)(params, x, y)
+        return updated(ADAM, grads, opt_state, params, value=loss)
+
+    assert found(step, (PARAMS, ADAM.init(PARAMS), X, Y)) == {}
 
 
 def test_a_deep_product_is_followed_once() -> None:

@@ -350,6 +350,19 @@ def test_what_shard_map_summed_is_summed_once(
     np.testing.assert_allclose(after - 1, times * (of_one - 1), rtol=1e-2)
 
 
+@pytest.mark.parametrize("of_loss", [_same, _mean])
+def test_what_autocast_computes_again_hides_no_sum(of_loss):
+    def step(w, x):
+        loss = jmp.autocast(lambda w: jnp.mean(jax.nn.gelu(x @ w) ** 2), POLICY)
+        return _mean(jax.grad(lambda w: of_loss(loss(w)))(w))
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+    mapped = jax.shard_map(step, mesh=mesh, **specs)
+    rules = {"summed-twice"} if of_loss is _same else set()
+    assert set(found(mapped, (jnp.ones((8, 8)), jnp.ones((8, 8))))) == rules
+
+
 def test_the_loss_scale_of_the_other_network_is_found() -> None:
     step = scaled_by_an_argument(ADAM, ADAM.init(PARAMS))
     assert "unscaled-gradients" in found(*step)

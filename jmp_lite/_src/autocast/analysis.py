@@ -46,6 +46,7 @@ from jmp_lite._src.jaxprs import (
     matmul_precision,
     merge,
     name_scopes,
+    row_products,
 )
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var
@@ -91,7 +92,8 @@ class Analyzer:
         with half_calls.inside(dtype, by_scope):
             traced, filled_in = matmul_precision.trace_filled_in(fun, *args, **options)
         self.filled_in |= filled_in
-        closed = merge.merge_equal(masks.read_off_results(traced.closed))
+        closed = row_products.as_sums(masks.read_off_results(traced.closed))
+        closed = merge.merge_equal(closed)
         if not self._is_fitted:  # what is traced later is a rule for derivatives
             self.regions.fit(name_scopes.scopes_in(closed))
             self._is_fitted = True

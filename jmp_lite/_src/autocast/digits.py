@@ -359,7 +359,7 @@ def _of_mask(eqn: Eqn, of: Structure) -> int:
     """Return which digits a choice asks of its mask, unless it is of what is chosen."""
     mask, *cases = eqn.invars
     chosen = of.origins_of(variables(cases))
-    return ALL if of.origins.get(mask, 0) & ~chosen else 0
+    return ALL if of.origins_of(variables([mask])) & ~chosen else 0
 
 
 def of_call(eqn: Eqn, uses: Sequence[int], of: Structure) -> list[int]:
@@ -382,7 +382,8 @@ def _passed_on(eqn: Eqn, passed: int, of: Structure) -> list[int]:
     if not passed:
         return [0] * len(operands)
     linear = Fact.MOVES | Fact.JOINS | Fact.LINEAR | Fact.LIMITS
-    if known & linear or _is_power(eqn):
+    # A product as the program has it: in a scope in float32, of complex numbers.
+    if known & (linear | Fact.PRODUCT) or _is_power(eqn):
         return [passed] * len(operands)
     if known & Fact.SUMS:  # roundings of many terms cancel
         is_of_few = core.size(operands[0]) < _MANY * core.size(eqn.outvars[0])

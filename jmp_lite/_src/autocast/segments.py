@@ -268,10 +268,17 @@ class Search:
             return False
         if self._is_of_softmax(var) or var in self.ends.kept:
             return False
+        is_read = var not in self.returned
+        if is_read and readers and all(map(self._is_f32_product, readers)):
+            return False
         if self.held[var] == HALF or use & Use.DTYPE == Use.HALF:
             return True
-        is_read = var not in self.returned
         return is_read and all(self._reads_half(r, var) for r in readers)
+
+    def _is_f32_product(self, i: int) -> bool:
+        """Return whether an equation is a product that runs as it is written."""
+        is_product = has(self.eqns[i].primitive.name, Fact.PRODUCT)
+        return is_product and not self.plans[i].is_half_product
 
     def _is_of_softmax(self, var: Var) -> bool:
         """Return whether a softmax reads a value that no segment makes again.

@@ -201,8 +201,8 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     Examples:
       >>> def f(x):
       ...     return x @ x, full_precision(jnp.dot)(x, x)
-      >>> half, full = autocast(f, "mixed_bfloat16")(jnp.float32([1.01, 0.0]))
-      >>> bool(full == jnp.float32(1.01) ** 2), bool(half == full)
+      >>> half, full = autocast(f, "mixed_bfloat16")(jnp.float32([[1.01, 0.0]] * 2))
+      >>> bool(full[0, 0] == jnp.float32(1.01) ** 2), bool(half[0, 0] == full[0, 0])
       (True, False)
     """
     is_linen = compat.is_unbound_linen_module(fun)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import KeyPath
 
 from jmp_lite._src import arguments, compat, trees
@@ -53,9 +54,11 @@ def classes_of_leaves(
     names = [p.name for p in named if p.kind in kinds][: len(args)]
     names += [f"argument {i}" for i in range(len(names), len(args))]
     given = dict(classes or {})
-    returned = {_structure(tree) for tree in _nodes(result)}
-    if any(not trees.is_array(arg) for arg in args):  # a lone array is none of them
-        returned = {x for x in returned if x[0] != jax.tree.structure(0)}
+    returned = {_structure(x) for x in _nodes(result) if not trees.is_array(x)}
+    # Each array that is returned by itself is one argument; a loss is a number.
+    results = result if isinstance(result, tuple) else (result,)
+    alone = [x for x in results if trees.is_array(x) and np.ndim(x)]
+    alone = [*map(_structure, alone)]
     found = []
     # As JAX has the leaves of keyword arguments.
     pairs = [*zip(names, args, strict=True), *sorted(kwargs.items())]
@@ -63,6 +66,9 @@ def classes_of_leaves(
         known = [given.pop(key) for key in (name, index) if key in given]
         if known:
             found += known[:1] * len(_arrays(arg))
+        elif trees.is_array(arg) and _structure(arg) in alone:
+            alone.remove(_structure(arg))
+            found.append(_of_training(arg))
         else:
             found += _classes(arg, returned, _FIELDS.get(name, BATCH))
     if given:
@@ -89,8 +95,7 @@ def _classes(
         if _has(tree, _is_variable):
             return of_variables
         if _structure(tree) in returned:
-            is_floating = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
-            otherwise = PARAMETERS if is_floating else OTHER
+            otherwise = _of_training(*arrays)
         return [otherwise] * len(arrays)
     found = []
     for path, child in _children(tree):
@@ -101,6 +106,12 @@ def _classes(
         else:
             found += [known] * len(_arrays(child))
     return found
+
+
+def _of_training(*arrays: jax.Array) -> str:
+    """Return the class of what a step returns: integers are no parameters."""
+    is_floating = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
+    return PARAMETERS if is_floating else OTHER
 
 
 def _is_variable(x: object) -> bool:

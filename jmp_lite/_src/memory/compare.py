@@ -165,7 +165,8 @@ def compare(
         raise ValueError("Expected at least one step to compare.")
     rows = []
     options = {"donate_argnums": donate_argnums, "devices": devices, "fits": fits}
-    for name, entry in steps.items():
+    for key, entry in steps.items():
+        name = str(key)
         match entry:
             case (fun, tuple() | list() as args) if callable(fun):
                 pass

@@ -365,7 +365,7 @@ class _Search:
         rules = {pattern_of(layer): policy for layer, policy in chosen.items()}
         for given, policy in start.rules if is_map else ():
             rules.setdefault(given, policy)
-        if not rules:
+        if not chosen:
             return start
         return PolicyMap(default, rules, allow_unused=is_map)
 

@@ -163,7 +163,9 @@ def _to_numbers(of_blocks: jax.Array, x: jax.Array) -> jax.Array:
     """Repeat a value of each block for each number of it."""
     *rows, n = x.shape
     repeated = jnp.broadcast_to(of_blocks[..., None], (*of_blocks.shape, BLOCK))
-    return repeated.reshape(*rows, -1)[..., :n]
+    numbers = repeated.reshape(*rows, -1)[..., :n]
+    spec = jax.typeof(x).sharding.spec
+    return jax.sharding.reshard(numbers, spec) if any(spec) else numbers
 
 
 def _scales(largest: jax.Array, reach: jax.Array) -> jax.Array:

@@ -153,7 +153,8 @@ def low_precision_state(
         state.
 
     Warns:
-      UserWarning: in `init`: all of the state is float32, because no leaf is a moment.
+      UserWarning: in `init`: all of the state stays as it is, because no leaf is a
+        moment in float32.
 
     Examples:
       >>> tx = low_precision_state(optax.adam(1e-3), "8bit")
@@ -242,9 +243,10 @@ def _store_moments(state: T, params: optax.Params, choice: "_Choice") -> T:
 
     def store(path, x):
         start, param = _find_param(path, x, shapes)
-        if (dtype := choice.dtype_of(param, x)) is None:
+        dtype = choice.dtype_of(param, x)
+        if dtype is None and not (x.dtype == jnp.float64 and param and x.ndim):
             return x
-        if is_moment(path, start):
+        if dtype is not None and is_moment(path, start):
             return compress(x, dtype)
         others.append(trees.key_path(path))
         return x
@@ -254,8 +256,8 @@ def _store_moments(state: T, params: optax.Params, choice: "_Choice") -> T:
         names = "by their names in optax"
         reason = names if choice.where is None else "by where="
         warnings.warn(
-            f"low_precision_state stores all of the state in float32: {reason}, none "
-            f"of {others[:4]} is a moment. Choose those that are averages: "
+            f"low_precision_state stores all of the state as it is: {reason}, none "
+            f"of {others[:4]} is a moment in float32. Choose those that are averages: "
             "where=lambda path: ...",
             stacklevel=3,
         )

@@ -32,12 +32,16 @@ def _is_summed(value: Value) -> bool:
 
 
 def _scales(use: Value, value: Value) -> bool:
-    """Return whether the one is the other, perhaps scaled, masked or cast."""
+    """Return whether the one is the other, perhaps scaled, masked or cast.
+
+    So is a sum of squares, of real and imaginary parts.
+    """
     if use.factors and use.ins.count(value) == 1:
         known = use.ins[use.ins[0] is value].range
         return known is not None and known.is_all
-    is_negation = use.facts & Fact.LINEAR and len(use.ins) == 1
-    return bool(is_negation) or value in use.cases or graph.casts(use, value)
+    if use.facts & Fact.LINEAR:
+        return len(use.ins) == 1 or all(map(_is_square, use.ins))
+    return value in use.cases or graph.casts(use, value)
 
 
 @rule(
@@ -56,9 +60,13 @@ def _square(value: Value, _: Program) -> str | None:
         return None
     if value.name == "dot_general" and _is_sum_of_squares(value):
         return f"a sum of squares is {value.dtype}"
-    is_square = sum(value.degrees) in (2.0, 4.0) and value.ins[0] is value.ins[-1]
-    if value.facts & Fact.ARITHMETIC and is_square and _is_summed(value):
+    if _is_square(value) and _is_summed(value):
         return f"squares are {value.dtype} before they are summed"
+
+
+def _is_square(value: Value) -> bool:
+    is_power = value.facts & Fact.ARITHMETIC and sum(value.degrees) in (2.0, 4.0)
+    return bool(is_power) and value.ins[0] is value.ins[-1]
 
 
 def _is_sum_of_squares(product: Value) -> bool:

@@ -1,6 +1,7 @@
 """Known numbers that half does not hold: masks, small eps, near 1, positions."""
 
 import functools
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -144,6 +145,13 @@ def _one(value: Value, _: Program) -> str | None:
         rest = [x for x in weights if 0.0 < abs(x) <= half_eps]
         if 1.0 in weights and rest:
             return f"an average with weights 1 and {rest[0]:.2g} in {dtype}"
+    for average, step in itertools.permutations(value.ins, 2) if terms else ():
+        for distance, by, _ in graph.origin(step).factors:
+            weight = abs(_written(by) or 0.0)
+            ends = map(graph.origin, distance.ins)
+            is_from = distance.facts & Fact.LINEAR and graph.origin(average) in ends
+            if is_from and 0.0 < weight <= float(jnp.finfo(dtype).eps) / 2:
+                return f"an average that moves by {weight:.2g} in {dtype}"
 
 
 def _is_distance(use: Value, value: Value) -> bool:
@@ -179,7 +187,10 @@ def _rounded_position(value: Value, _: Program) -> str | None:
 def _half_angle(value: Value, _: Program) -> str | None:
     (angle,) = value.ins
     halves = [x for x in graph.behind([angle], _computed_from) if x.is_half]
-    position = max(map(_position, graph.behind(halves, _computed_from)), default=0.0)
+    # Larger positions in half are found where they are rounded.
+    behind = graph.behind(halves, _computed_from)
+    found = (_position(x) for x in behind if not (x.is_half and _is_rounded(x)))
+    position = max(found, default=0.0)
     if position == 0.0:
         return None
     dtype = halves[0].dtype
@@ -187,8 +198,7 @@ def _half_angle(value: Value, _: Program) -> str | None:
         return f"angles computed from positions in {dtype}"
     largest = position if angle.range is None else angle.range.bound
     error = largest * float(jnp.finfo(dtype).eps) / 2
-    # Larger positions are found where they are rounded.
-    if position <= exact_integers(dtype) and error > _ANGLE_ERROR:
+    if error > _ANGLE_ERROR:
         return f"angles of positions up to {position:.0f}, in {dtype}"
 
 
@@ -197,6 +207,10 @@ def _position(value: Value) -> float:
     if value.range and value.range.is_position:
         return value.range.bound
     return math.inf if value.is_cast and str(value.ins[0].dtype) in _COUNTS else 0.0
+
+
+def _is_rounded(value: Value) -> bool:
+    return exact_integers(value.dtype) < _position(value) < math.inf
 
 
 def _computed_from(value: Value) -> list[Value]:

@@ -98,7 +98,8 @@ def _is_moment(terms: Iterable[tuple[Value, bool]], value: Value) -> bool:
 def _lost(value: Value, program: Program) -> str | None:
     cases = value.cases if value.scaling.is_choice else ()
     is_adjusted = any(x.scaling.is_kept and x.scaling.is_scaled for x in cases)
-    if is_adjusted and any(graph.origin(x).is_loss_scale for x in cases):
+    is_kept = is_adjusted and any(graph.origin(x).is_loss_scale for x in cases)
+    if is_kept and _is_of_scaled_gradients(value.mask):
         return "the loss scale is kept where gradients are not finite"
     scales = [x.scaling.power for x in value.ins if x.is_loss_scale]
     if not scales or not program.updated or program.is_still_scaled:
@@ -108,6 +109,17 @@ def _lost(value: Value, program: Program) -> str | None:
     is_known = all(x.is_known for x in others)
     if is_known and any(power not in {x.power for x in others} for power in scales):
         return "the step does not return its new loss scale"
+
+
+def _is_of_scaled_gradients(mask: Value | None) -> bool:
+    """Return whether scaled gradients decide: not those that a loss itself takes."""
+
+    def decide(value: Value) -> list[Value]:
+        before = value.ins[:1] if value.is_carry else value.ins
+        return [x for x in before if x.scaling.decides]
+
+    found = (x.scaling for x in graph.behind([mask] if mask else [], decide))
+    return any(x.is_gradient and x.is_scaled for x in found)
 
 
 @rule(
@@ -156,10 +168,22 @@ def _summed_twice(value: Value, program: Program) -> str | None:
     if not any(term.is_backward for term, _ in graph.terms_of(copy.ins[0])):
         return None
     # The derivative of a mean of losses begins with a copy to each device.
-    copies = (x for x in program.values if x.name == "pvary" and x.shape == ())
-    averaged = {axis for x in copies if x.is_backward for axis in x.eqn.params["axes"]}
+    copies = filter(_is_of_a_mean, program.values)
+    averaged = {axis for x in copies for axis in x.eqn.params["axes"]}
     uses = [use for use, _ in graph.readers(value, graph.moves)]
     is_mean = bool(uses) and all(use.degrees == (1.0, -1.0) for use in uses)
     if not is_mean or not averaged.intersection(axes):
         kind = "mean" if is_mean else "sum"
         return f"a {kind} over {axes} of gradients that are summed over them"
+
+
+def _is_of_a_mean(value: Value) -> bool:
+    """Return whether it copies the gradient of a loss to each device.
+
+    That is 1 or computed. Other numbers are of what the backward pass computes again.
+    """
+    if value.name != "pvary" or value.shape != () or not value.is_backward:
+        return False
+    is_added = any(len(x.ins) == 2 and x.facts & Fact.LINEAR for x in value.uses)
+    operand = value.ins[0]
+    return operand.array is None or (operand.number == 1.0 and not is_added)

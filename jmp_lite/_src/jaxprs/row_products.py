@@ -1,0 +1,65 @@
+"""Products of rows: sums of products in which no dimension is free.
+
+`jnp.vdot(a, b)` and `einsum("nd,nd->n", a, b)` are no matrix products: each number is
+read once, and no matrix unit multiplies them. Here they are what they compute, a
+product of two arrays and its sum, which autocast treats as other arithmetic.
+"""
+
+from collections.abc import Sequence
+
+import jax
+from jax import Array
+
+from jmp_lite._src import compat
+from jmp_lite._src.jaxprs import control_flow, core, name_scopes
+from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var
+
+
+def as_sums(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Return a jaxpr whose float32 products of rows are products and sums."""
+    return control_flow.map_scopes(closed, _as_sums)
+
+
+def _as_sums(_: Jaxpr, eqns: Sequence[Eqn]) -> list[Eqn]:
+    made = []
+    for eqn in eqns:
+        made += _sum_of_products(eqn) if _is_of_rows(eqn) else [eqn]
+    return made
+
+
+def _is_of_rows(eqn: Eqn) -> bool:
+    """Return whether an equation is a float32 product without a free dimension."""
+    is_product = eqn.primitive.name == "dot_general"
+    if not is_product or not all(map(core.is_f32, (*eqn.invars, *eqn.outvars))):
+        return False
+    if any(mark in name_scopes.of(eqn) for mark in name_scopes.MARKS):
+        return False
+    (summed, _), (batch, _) = eqn.params["dimension_numbers"]
+    ranks = [len(core.shape(v)) for v in eqn.invars]
+    return ranks[0] == ranks[1] == len(summed) + len(batch) and len(summed) > 0
+
+
+def _sum_of_products(eqn: Eqn) -> list[Eqn]:
+    summed, batch = eqn.params["dimension_numbers"]
+
+    def run(*operands: Array) -> Array:
+        rows = [
+            jax.lax.transpose(x, (*batch[i], *summed[i]))
+            for i, x in enumerate(operands)
+        ]
+        axes = range(len(batch[0]), rows[0].ndim)
+        return jax.lax.reduce_sum(rows[0] * rows[1], tuple(axes))
+
+    with eqn.ctx.manager:
+        closed = jax.make_jaxpr(run)(*(v.aval for v in eqn.invars))
+    jaxpr = compat.open_jaxpr(closed)
+    names: dict[Var, Var] = dict(zip(jaxpr.invars, eqn.invars, strict=True))
+    names.update(zip(jaxpr.outvars, eqn.outvars, strict=True))
+    return [
+        inner.replace(
+            invars=[names.get(v, v) for v in inner.invars],
+            outvars=[names.get(v, v) for v in inner.outvars],
+            source_info=eqn.source_info,
+        )
+        for inner in jaxpr.eqns
+    ]
