@@ -210,17 +210,17 @@ def _origin_of(
             here = xp.where(is_constant, here | _BY_CONSTANT, here)
         made, made_nan = made & is_finite, made_nan & ~xp.isnan(x)
         arrived.append(bad & ~is_finite)
-    is_bad, is_made, *has_arrived = _any([bad, made | made_nan, *arrived], xp)
     tags = [
-        xp.where(has, tag, NONE)
-        for has, (_, tag) in zip(has_arrived, operands, strict=True)
+        xp.where(has.any(), tag, NONE)
+        for has, (_, tag) in zip(arrived, operands, strict=True)
     ]
     earlier = first([NONE, *tags])
     # An inf that came in may be a mask: the first operation that makes one precedes it.
+    is_made = (made | made_nan).any()
     is_here = (earlier[0] == NEVER) | ((earlier[0] >= _LATE) & is_made)
     if mixes is not None:
         earlier = xp.minimum(earlier, _INTENDED)
-    return xp.where(is_bad, xp.where(is_here, here, earlier), NONE)
+    return xp.where(bad.any(), xp.where(is_here, here, earlier), NONE)
 
 
 # Traced once for each shape.
@@ -230,30 +230,15 @@ _origin_in_program = jax.jit(_origin_of, static_argnums=2)
 def _summary(x: Array) -> Array:
     """Return NaN if an array has one, else inf if it has one, else 0."""
     xp = _library(x)
-    is_nan, is_bad = _any([xp.isnan(x), ~xp.isfinite(x)], xp)
-    return xp.where(is_nan, np.nan, xp.where(is_bad, np.inf, 0.0))
-
-
-def _any(masks: list[Array], xp: ModuleType) -> Sequence[ArrayLike]:
-    """Return which masks, all of one shape, hold anywhere."""
-    if xp is np:
-        return [mask.any() for mask in masks]
-    # One reduction of all: XLA on the CPU reads an array once for each.
-    false = [np.bool_(False)] * len(masks)
-    return jax.lax.reduce(masks, false, _either, range(jnp.ndim(masks[0])))
-
-
-def _either(a: Sequence[Array], b: Sequence[Array]) -> list[Array]:
-    return [x | y for x, y in zip(a, b, strict=True)]
+    worst = xp.where(xp.isfinite(x).all(), 0.0, np.inf)
+    return xp.where(xp.isnan(x).any(), np.nan, worst)
 
 
 def _range(x: Array) -> tuple[float, float]:
     """Return the smallest and the largest number, or magnitude, in an array."""
     xp = _library(x)
     number = xp.abs(x) if xp.iscomplexobj(x) else xp.asarray(x)
-    if not number.size:
-        return (np.inf, -np.inf)
-    return float(number.min()), float(number.max())
+    return float(number.min(initial=np.inf)), float(number.max(initial=-np.inf))
 
 
 def _library(*arrays: ArrayLike) -> ModuleType:
