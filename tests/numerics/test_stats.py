@@ -18,8 +18,10 @@ from printed import printed
 
 from jmp_lite import numerics
 from jmp_lite._src.numerics import stats
+from jmp_lite._src.numerics.stats import merge
 from jmp_lite.numerics import TreeStats, ValueStats
 
+empty = functools.partial(stats.empty, histogram=True)
 tree_stats = functools.partial(numerics.tree_stats, histogram=True)
 value_stats = functools.partial(numerics.value_stats, histogram=True)
 
@@ -137,9 +139,11 @@ def test_jit_vmap_and_scan_find_what_eager_finds(histogram):
             assert raw_bits(jax.tree.map(lambda x, i=i: x[i], stacked)) == expected
 
 
-def test_what_was_counted_in_a_scan_adds_up():
-    _, rows = lax.scan(lambda c, x: (c, value_stats(x, jnp.float16)), 0, X)
-    total = jax.jit(stats.merge_stacked)(rows)
+def test_steps_add_up_in_a_scan():
+    def step(total, x):
+        return merge(total, value_stats(x, jnp.float16)), None
+
+    total, _ = jax.jit(lambda xs: lax.scan(step, empty(), xs))(X)
     assert_counts_all_of_x(total)
     of_rows = [stats.value_stats_on_host(x, jnp.float16) for x in X]
     on_host = functools.reduce(stats.merge_on_host, of_rows)
@@ -168,8 +172,18 @@ def test_by_default_a_step_reads_each_gradient_once_more():
     assert added < 1.02 * sum(p.nbytes for p in params)
 
 
+def test_nothing_without_a_histogram_makes_one():
+    x = jnp.ones(3)
+    without = numerics.value_stats(x, "f16")
+    assert without.histogram is None
+    assert merge(without, value_stats(x, "f16")).histogram is None
+    assert merge(without, stats.empty()) == without
+
+
 def test_subnormal_extremes_survive_merging():
     low, high = np.float32(2.0**-140), np.float32(2.0**-130)
+    found = jax.jit(merge)(value_stats(low, "f16"), value_stats(high, "f16"))
+    assert np.asarray(found.min_abs) == low and np.asarray(found.max_abs) == high
     total = jax.jit(lambda t: tree_stats(t, "f16").total())({"a": low, "b": high})
     assert np.asarray(total.min_abs) == low and np.asarray(total.max_abs) == high
 
@@ -258,7 +272,7 @@ def test_a_total_is_that_of_all_numbers():
 def test_a_tree_without_floats_has_no_statistics():
     found = tree_stats({"n": 3, "k": jnp.arange(2)}, "bf16")
     assert found.paths == () and found.named() == {}
-    assert as_lists(found.total()) == as_lists(value_stats(np.zeros(0), "bf16"))
+    assert raw_bits(found.total()) == raw_bits(empty())
     with pytest.raises(ValueError, match="Unknown dtype 'f17'"):
         tree_stats({}, "f17")
 

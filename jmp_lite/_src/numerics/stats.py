@@ -97,6 +97,30 @@ def value_stats(
     return measure(array, dtypes.parse_dtype(dtype), bool(histogram))
 
 
+def empty(*, histogram: bool = False) -> ValueStats:
+    """Return the statistics of no numbers, to start `merge` with."""
+    arguments.flag(histogram, "histogram")
+    zero = jnp.zeros((), jnp.float32)
+    return ValueStats(
+        *[zero] * 7,
+        min_abs=jnp.full((), jnp.inf, jnp.float32),
+        histogram=jnp.zeros(len(EXPONENTS), jnp.float32) if histogram else None,
+    )
+
+
+def merge(a: ValueStats, b: ValueStats) -> ValueStats:
+    """Return the statistics of the numbers of two statistics together.
+
+    They have the same shapes. Without a histogram in both, the result has none.
+    """
+    for stats in (a, b):
+        if not isinstance(stats, ValueStats):
+            raise TypeError(f"Expected two ValueStats to merge, got {stats!r}.")
+    if a.histogram is None or b.histogram is None:
+        a, b = a._replace(histogram=None), b._replace(histogram=None)
+    return merge_stacked(jax.tree.map(lambda x, y: jnp.stack([x, y]), a, b))
+
+
 def merge_stacked(stats: ValueStats) -> ValueStats:
     """Merge statistics that are stacked along the first axis."""
     # Magnitudes as integers in the same order: subnormal numbers are none to XLA.
@@ -174,8 +198,7 @@ def merge_on_host(a: ValueStats, b: ValueStats) -> ValueStats:
 def measure(x: jax.Array, dtype: DTypeLike, histogram: bool) -> ValueStats:
     """Return `value_stats(x, dtype)` for any floating dtype, fp8 included."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        parts = (measure(part, dtype, histogram) for part in (x.real, x.imag))
-        return merge_stacked(jax.tree.map(lambda *both: jnp.stack(both), *parts))
+        return merge(*(measure(part, dtype, histogram) for part in (x.real, x.imag)))
     # The cast is exact, and the exponent of a float16 or fp8 subnormal can be read.
     wide = np.float64 if x.dtype == jnp.float64 else np.float32
     borders, _, no_sign = _borders(wide, dtype)

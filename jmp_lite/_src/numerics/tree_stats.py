@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jmp_lite._src import dtypes, reports, trees
 from jmp_lite._src.numerics.stats import (
     EXPONENTS,
     ValueStats,
+    empty,
     merge_stacked,
     value_stats,
 )
@@ -150,11 +150,10 @@ def tree_stats(tree: Any, dtype: DTypeLike, *, histogram: bool = False) -> TreeS
         if trees.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     dtype = dtypes.parse_dtype(dtype)
-    count = functools.partial(value_stats, dtype=dtype, histogram=histogram)
-    rows = [count(leaf) for _, leaf in leaves]
+    rows = [value_stats(leaf, dtype, histogram=histogram) for _, leaf in leaves]
     stacked = jax.tree.map(
         lambda one, *xs: jnp.stack(xs) if xs else jnp.zeros((0, *one.shape), one.dtype),
-        jax.eval_shape(count, jnp.zeros(0)),
+        empty(histogram=histogram),
         *rows,
     )
     names = [trees.key_path(path) for path, _ in leaves]
