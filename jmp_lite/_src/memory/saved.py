@@ -22,7 +22,7 @@ from jmp_lite._src.autocast.checks import check_function, takes_function
 from jmp_lite._src.autocast.transform import autocast
 from jmp_lite._src.jaxprs import control_flow, core, name_scopes, sources, tracing
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
-from jmp_lite._src.jaxprs.primitives import CAST, LOOPS, Fact, facts
+from jmp_lite._src.jaxprs.primitives import CAST, Fact, facts
 from jmp_lite._src.policy import Policy, PolicyMap
 from jmp_lite._src.reports import size
 
@@ -307,12 +307,6 @@ def _find(
         inside = _find(sub.jaxpr, out, made_in, path, line)
         if carried := _next_carry(eqn, sub, inside):
             inside = _find(sub.jaxpr, carried, made_in, path, line)
-        if inside.eqn is not None:
-            return inside
-        if eqn.primitive.name in LOOPS or compat.is_literal(inside.var):
-            return _Found(var, eqn, made, path, line)
-        # The body returns what it is given.
-        if inside.var not in sub.jaxpr.invars:  # a constant
-            return inside
-        var = eqn.invars[sub.operands[sub.jaxpr.invars.index(inside.var)]]
+        # What a body only hands on, the call has made.
+        return inside if inside.eqn else _Found(var, eqn, made, path, line)
     return _Found(var, None, made, path, line)
