@@ -178,7 +178,7 @@ class DryRunReport(reports.Report):
     def plot(self, *, depth: int | None = None) -> Any:
         """Return a matplotlib figure: exponents over the range of half, per layer.
 
-        Layers without a number in half are left out.
+        Layers without a number in half are left out, unless all are.
 
         Args:
           depth: how many parts of a path count as the layer; None for all.
@@ -188,13 +188,9 @@ class DryRunReport(reports.Report):
         """
         from jmp_lite._src.numerics.plot import plot_histograms
 
-        drawn = {row.title: row.histogram for row in self._drawn(depth)}
-        return plot_histograms(drawn, self.dtype)
-
-    def _drawn(self, depth: int | None) -> list[OpStats]:
-        """Return the layers that have numbers in half; all, if there is none."""
         layers = self.layers(depth)
-        return [row for row in layers if row.is_half] or list(layers)
+        drawn = [row for row in layers if row.is_half] or layers
+        return plot_histograms({x.title: x.histogram for x in drawn}, self.dtype)
 
 
 _NUMBERS = ("dtype", "max |x|", "overflow", "underflow", "error", "added")
