@@ -61,18 +61,14 @@ def watch(traced: Traced) -> tuple[list[Array], Array]:
     return [x for x, _ in outs], origin
 
 
-def find(traced: Traced, in_half: bool) -> tuple[np.ndarray, OperandRanges]:
-    """Observe a traced function on the host: the earliest origin, the ranges there.
-
-    `in_half`: operations in half are origins, too, if no result has their numbers.
-    """
+def find(traced: Traced) -> tuple[np.ndarray, OperandRanges]:
+    """Observe a traced function on the host: the earliest origin, the ranges there."""
     jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
     observer = _OriginObserver()
     run = Run(observer)
     cells = [run.cell(x, of_argument(x, i)) for i, x in enumerate(traced.args)]
     outs, _ = run.run(jaxpr, consts, cells)
-    inside = observer.in_half if in_half else NONE
-    origin = np.asarray(first([inside, *(cell.tag for cell in outs)]))
+    origin = np.asarray(first([NONE, *(cell.tag for cell in outs)]))
     return origin, observer.ranges.get(int(origin[0]), ())
 
 
@@ -100,7 +96,6 @@ class _OriginObserver(_Origins, Observer):
     def __init__(self):
         # By `eqn_count`, of operations that are an origin.
         self.ranges: dict[int, OperandRanges] = {}
-        self.in_half = NONE  # the earliest origin that is in half
 
     def observe(self, op: Operation) -> list[Array]:
         return [self._origin(op, out) for out in op.outs]
@@ -114,9 +109,6 @@ class _OriginObserver(_Origins, Observer):
         if found[0] == op.eqn_count:
             floats = [x for x in op.ins if x is not None and is_floating(x)]
             self.ranges[op.eqn_count] = tuple(map(_range, floats[:_OPERANDS]))
-            # Not by a constant: an infinite one may be where a maximum starts.
-            if dtypes.is_half(out.dtype) and found[1] == op.site:
-                self.in_half = first([self.in_half, found])
         return found
 
 
@@ -210,17 +202,17 @@ def _origin_of(
             here = xp.where(is_constant, here | _BY_CONSTANT, here)
         made, made_nan = made & is_finite, made_nan & ~xp.isnan(x)
         arrived.append(bad & ~is_finite)
+    is_bad, is_made, *has_arrived = _any([bad, made | made_nan, *arrived], xp)
     tags = [
-        xp.where(has.any(), tag, NONE)
-        for has, (_, tag) in zip(arrived, operands, strict=True)
+        xp.where(has, tag, NONE)
+        for has, (_, tag) in zip(has_arrived, operands, strict=True)
     ]
     earlier = first([NONE, *tags])
     # An inf that came in may be a mask: the first operation that makes one precedes it.
-    is_made = (made | made_nan).any()
     is_here = (earlier[0] == NEVER) | ((earlier[0] >= _LATE) & is_made)
     if mixes is not None:
         earlier = xp.minimum(earlier, _INTENDED)
-    return xp.where(bad.any(), xp.where(is_here, here, earlier), NONE)
+    return xp.where(is_bad, xp.where(is_here, here, earlier), NONE)
 
 
 # Traced once for each shape.
@@ -230,8 +222,21 @@ _origin_in_program = jax.jit(_origin_of, static_argnums=2)
 def _summary(x: Array) -> Array:
     """Return NaN if an array has one, else inf if it has one, else 0."""
     xp = _library(x)
-    worst = xp.where(xp.isfinite(x).all(), 0.0, np.inf)
-    return xp.where(xp.isnan(x).any(), np.nan, worst)
+    is_nan, is_bad = _any([xp.isnan(x), ~xp.isfinite(x)], xp)
+    return xp.where(is_nan, np.nan, xp.where(is_bad, np.inf, 0.0))
+
+
+def _any(masks: list[Array], xp: ModuleType) -> Sequence[ArrayLike]:
+    """Return which masks, all of one shape, hold anywhere."""
+    if xp is np:
+        return [mask.any() for mask in masks]
+    # One reduction of all: for each, XLA on the CPU would keep and read the array.
+    false = [np.bool_(False)] * len(masks)
+    return jax.lax.reduce(masks, false, _either, range(jnp.ndim(masks[0])))
+
+
+def _either(a: Sequence[Array], b: Sequence[Array]) -> list[Array]:
+    return [x | y for x, y in zip(a, b, strict=True)]
 
 
 def _range(x: Array) -> tuple[float, float]:
