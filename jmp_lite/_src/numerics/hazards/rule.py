@@ -55,9 +55,6 @@ class Program:
         wide = {jnp.dtype(jnp.float32), jnp.dtype(jnp.float64)} - {self.compute_dtype}
         if wide.isdisjoint(x.dtype for x in operands):
             return False
-        # As angles of RoPE, of positions and frequencies.
-        if products.is_outer(product.eqn):
-            return False
         is_default = fp8.is_default_precision(product.eqn.params.get("precision"))
         return is_default and self.region_of(product).is_half
 

@@ -52,9 +52,7 @@ def find_scalings(values: Sequence[Value]) -> None:
         for value in values:
             value.scaling = _scaling(value, (0.0,) * len(names))
         if before == [value.scaling for value in values]:
-            return
-    for value in values:
-        value.scaling = Scaling()
+            break
 
 
 def _scaling(value: Value, one: tuple[float, ...]) -> Scaling:
