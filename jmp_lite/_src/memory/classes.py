@@ -81,8 +81,11 @@ def _classes(
 ) -> list[str]:
     """Return the class of each array, `known` if a field around them has a name."""
     arrays = _arrays(tree)
-    # A field of parameters may hold more: nnx' variables, the state of an optimiser.
-    if own := known if known in (STATE, OTHER) else _class_of(tree):
+    own = _class_of(tree)
+    # What a field of parameters holds may be more: nnx has all variables in a model.
+    if own != STATE and known in (STATE, OTHER):
+        own = known
+    if own:
         return [own] * len(arrays)
     # As variables of linen have parameters.
     names = tree if isinstance(tree, Mapping) else getattr(tree, "__dict__", ())
