@@ -1,11 +1,10 @@
 """`advise`: which layers to keep in float32, and which loss scale to use."""
 
-import collections
 import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -236,14 +235,14 @@ class _Turn:
     measured: Measured
     policy: Policy | PolicyMap
     scale: float  # the loss scale that it ran with
-    gradients: list[OpStats]  # those in half that it has scaled
+    gradients: list[OpStats]  # those in half
     fitting: float  # the one that fits its gradients
     faults: list[Fault]
 
 
 @dataclasses.dataclass
 class _Search:
-    """The search for a policy and a loss scale. `run` fills the last two fields."""
+    """The search for a policy and a loss scale."""
 
     # What a dry run runs, of the loss scale.
     step_of: Callable[[float], Callable[..., Any]]
@@ -252,9 +251,7 @@ class _Search:
     dtype: DTypeLike
     headroom: float
     previous: Advice | None
-    # The magnitudes of the program without a loss scale, by `_keyed`.
-    unscaled: dict[tuple[int, str], float] = dataclasses.field(default_factory=dict)
-    # The layers that must not be in fp8, each with its reason.
+    # The layers that must not be in fp8, each with its reason; `run` fills it.
     not_in_fp8: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def run(self) -> tuple[Advice, str]:
@@ -263,12 +260,7 @@ class _Search:
         if self.previous:
             why.update(self.previous.in_float32)
             self.not_in_fp8.update(self.previous.not_in_fp8)
-        tried: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
         turn = self._turn(1.0, why)
-        report = turn.measured.report
-        self.unscaled.update((key, row.max_abs) for key, row in _keyed(report))
-        if turn.fitting == 1.0 and self.dtype == jnp.float16:
-            turn = self._turn(2.0, why)  # what is too large may not be scaled at all
         for _ in range(_ROUNDS - 1):
             # The backward pass repeats errors of the forward pass.
             named = [fault for fault in reversed(turn.faults) if fault.layer]
@@ -289,15 +281,7 @@ class _Search:
                     self.not_in_fp8[fault.layer] = fault.reason(in_fp8=True)
                     continue
                 why[fault.layer] = fault.reason()
-                tried[fault.row.layer, fault.row.direction].add(fault.layer)
             turn = self._turn(turn.fitting, why)
-        # Of several layers tried for one operation, some may not matter.
-        suspected = {x for layers in tried.values() if len(layers) > 1 for x in layers}
-        for layer in [layer for layer in why if layer in suspected]:
-            others = {k: reason for k, reason in why.items() if k != layer}
-            without = self._turn(turn.scale, others)
-            if len(without.faults) <= len(turn.faults):
-                turn, why = without, others
         loss_scale, reason = _as_loss_scale(turn.gradients, turn.scale, self.dtype)
         # The worst of those that one remedy repairs, as both operands of a product.
         left = {x.remedy(): x.left() for x in reversed(turn.faults)}
@@ -317,25 +301,15 @@ class _Search:
         )
         return advice, turn.measured.warning
 
-    def _gradients(self, report: DryRunReport, scale: float) -> list[OpStats]:
-        """Return the rows of the backward pass that are in half, and are scaled.
-
-        A factor of a derivative, such as `2 * x`, does not grow with the loss scale.
-        """
-        least = scale**0.5 if scale != 1.0 else 0.0
-        return [
-            row
-            for key, row in _keyed(report)
-            if row.direction == "backward"
-            and in_half(row)
-            and row.max_abs > least * self.unscaled.get(key, 0.0)
-        ]
-
     def _turn(self, scale: float, layers: dict[str, str]) -> _Turn:
         """Return a dry run with `layers` in float32."""
         step, policy = self.step_of(scale), self._with_rules(layers)
         measured = measure(step, policy, self.args_and_kwargs, caller="advise")
-        gradients = self._gradients(measured.report, scale)
+        gradients = [
+            row
+            for row in measured.report.rows
+            if row.direction == "backward" and in_half(row) and row.max_abs
+        ]
         fitting = _fitting_scale(gradients, scale, self.dtype)
         if self.previous:
             fitting = min(fitting, float(self.previous.loss_scale.loss_scale))
@@ -398,14 +372,6 @@ def _scaled_step(
 
 def _outer_first(layers: Collection[str]) -> list[str]:
     return sorted(layers, key=lambda layer: layer.count("/"))
-
-
-def _keyed(report: DryRunReport) -> Iterator[tuple[tuple[int, str], OpStats]]:
-    """Yield the rows of a report, each with a key that other policies do not change."""
-    count = 0
-    for row in report.rows:
-        yield (count, row.primitive), row
-        count += not row.is_operand
 
 
 def _fitting_scale(rows: Sequence[OpStats], scale: float, dtype: DTypeLike) -> float:
