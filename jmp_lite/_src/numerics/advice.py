@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import Partial
 from jax.typing import DTypeLike
 
-from jmp_lite._src import arguments, dtypes, reports
+from jmp_lite._src import arguments, reports
 from jmp_lite._src.autocast import checks
 from jmp_lite._src.gradients import check_arguments, split_aux
 from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
@@ -90,15 +91,12 @@ class Advice(reports.Report):
         return f"policy = {policy}\nloss_scale = {scale}\n"
 
     def _to_fields(self):
-        fields = dict(vars(self))
-        rules, default, allow_unused = None, fields.pop("policy"), False
-        if isinstance(default, PolicyMap):
-            rules = [(pattern, str(policy)) for pattern, policy in default.rules]
-            default, allow_unused = default.default, default.allow_unused
+        policy, fields = _as_map(self.policy), dict(vars(self))
+        del fields["policy"]
         return {
-            "default": str(default),
-            "rules": rules,
-            "allow_unused": allow_unused,
+            "default": str(policy.default),
+            "rules": [(pattern, str(of_layer)) for pattern, of_layer in policy.rules],
+            "allow_unused": policy.allow_unused,
             **fields,
             "loss_scale": float(self.loss_scale.loss_scale),
             "left": [self.report.rows.index(row) for row in self.left],
@@ -108,7 +106,7 @@ class Advice(reports.Report):
     @classmethod
     def _from_fields(cls, fields):
         policy = get_policy(fields["default"])
-        if fields["rules"] is not None:
+        if fields["rules"]:
             policy = PolicyMap(policy, fields["rules"], fields["allow_unused"])
         scale = fields["loss_scale"]
         report = DryRunReport._from_fields(fields["report"])
@@ -133,9 +131,9 @@ class Advice(reports.Report):
         return [*shown, *self.code().split("\n")]
 
     def _table(self, every):
-        rules: Sequence[tuple[str, Policy | PolicyMap]] = [("", self.policy)]
-        if isinstance(self.policy, PolicyMap):
-            rules = [*self.policy.rules, ("everything else", self.policy.default)]
+        policy = _as_map(self.policy)
+        rest = "everything else" if policy.rules else ""
+        rules = [*policy.rules, (rest, policy.default)]
         return reports.Table(
             f"advice: loss scale {self.loss_scale.loss_scale:g}",
             ("pattern", "policy"),
@@ -212,15 +210,8 @@ def advise(
     step_of = functools.partial(_scaled_step, loss_fn, argnums, has_aux)
 
     def find(*args, **kwargs) -> Advice:
-        if dtype not in dtypes.HALF_DTYPES:
-            measured = measure(step_of(1.0), start, (args, kwargs), caller="advise")
-            name = jnp.dtype(dtype).name
-            why = f"The policy computes in {name}: there is nothing to do."
-            advice = Advice(start, NoOpLossScale(), (why,), (), measured.report)
-            warning = measured.warning
-        else:
-            search = _Search(step_of, start, (args, kwargs), dtype, headroom, previous)
-            advice, warning = search.run()
+        search = _Search(step_of, start, (args, kwargs), dtype, headroom, previous)
+        advice, warning = search.run()
         if warning:
             warnings.warn(warning, stacklevel=2)
         return advice
@@ -325,11 +316,9 @@ class _Search:
 
     def _with_rules(self, layers: Collection[str]) -> Policy | PolicyMap:
         """Return a policy with rules for layers: float32, or not fp8."""
-        start = self.start
-        is_map = isinstance(start, PolicyMap)
-        default = start.default if is_map else start
-        half = dataclasses.replace(default, matmul_dtype=None)
-        half = half.with_output_dtype(default.compute_dtype)
+        start = _as_map(self.start)
+        half = dataclasses.replace(start.default, matmul_dtype=None)
+        half = half.with_output_dtype(start.default.compute_dtype)
         # By layer; one inside of another needs no rule.
         chosen: dict[str, Policy | str] = {}
         for layer in (*_outer_first(layers), *_outer_first(self.not_in_fp8)):
@@ -337,11 +326,16 @@ class _Search:
                 chosen[layer] = "full" if layer in layers else half
         # Of rules with the same pattern, the first one is right.
         rules = {pattern_of(layer): policy for layer, policy in chosen.items()}
-        for given, policy in start.rules if is_map else ():
+        for given, policy in start.rules:
             rules.setdefault(given, policy)
         if not rules:
-            return start
-        return PolicyMap(default, rules, allow_unused=is_map)
+            return self.start
+        allow_unused = isinstance(self.start, PolicyMap)
+        return PolicyMap(start.default, rules, allow_unused=allow_unused)
+
+
+def _as_map(policy: Policy | PolicyMap) -> PolicyMap:
+    return policy if isinstance(policy, PolicyMap) else PolicyMap(policy)
 
 
 def _scaled_step(
@@ -376,7 +370,7 @@ def _outer_first(layers: Collection[str]) -> list[str]:
 
 def _fitting_scale(rows: Sequence[OpStats], scale: float, dtype: DTypeLike) -> float:
     """Return the loss scale that fits, by the gradients that `scale` has scaled."""
-    if dtype == jnp.bfloat16 or not rows:
+    if dtype != jnp.float16 or not rows:
         return 1.0
     wanted = float(jnp.finfo(dtype).max) / _HEADROOM
     factor = 2.0 ** math.floor(math.log2(wanted / max(row.max_abs for row in rows)))
@@ -388,7 +382,7 @@ def _as_loss_scale(
 ) -> tuple[LossScale, str]:
     if dtype == jnp.bfloat16:
         return NoOpLossScale(), "bfloat16 has the range of float32: no loss scale."
-    if not rows:
+    if dtype != jnp.float16 or not rows:
         return NoOpLossScale(), "No gradient is in half: no loss scale."
     largest = max(row.max_abs for row in rows) / scale
     before, after = _underflow(rows, dtype, 1 / scale), _underflow(rows, dtype, 1.0)
@@ -402,10 +396,6 @@ def _as_loss_scale(
 def _underflow(rows: Sequence[OpStats], dtype: DTypeLike, factor: float) -> float:
     """Return the fraction of non-zero gradients that underflow, scaled by a factor."""
     smallest = math.log2(float(jnp.finfo(dtype).smallest_subnormal)) - 1
-    counts = [sum(column) for column in zip(*(r.histogram for r in rows), strict=True)]
-    underflow = sum(
-        count
-        for exponent, count in zip(EXPONENTS, counts, strict=True)
-        if exponent + math.log2(factor) < smallest
-    )
-    return underflow / max(sum(counts), 1)
+    counts = np.sum([row.histogram for row in rows], axis=0)
+    is_lost = np.array(EXPONENTS) + math.log2(factor) < smallest
+    return counts[is_lost].sum() / max(counts.sum(), 1)
