@@ -112,12 +112,9 @@ class Lockstep(Observer):
             for name, record in zip(("lhs of ", "rhs of ", ""), records, strict=True):
                 if record is None or not record.stats.size:
                     continue
-                cause = None
-                if record.added_error and record.source >= 0:
-                    source = self.known[record.source]
-                    cause = source.layer, source.primitive, source.line
-                    if cause == (site.layer, site.primitive, site.line):
-                        cause = None
+                is_lost = record.added_error and record.source >= 0
+                source = self.known[record.source] if is_lost else site
+                here, cause = ((x.layer, x.primitive, x.line) for x in (site, source))
                 found, size = record.stats, float(record.stats.size)
                 yield OpStats(
                     layer=site.layer,
@@ -134,7 +131,7 @@ class Lockstep(Observer):
                     added_error=float(record.added_error),
                     histogram=tuple(map(int, found.histogram)),
                     reads_half=not name and any(records[:2]),
-                    cause=cause,
+                    cause=None if cause == here else cause,
                 )
 
     def _read(self, op: Operation, i: int, low: Array) -> Tag:
