@@ -321,15 +321,16 @@ class _Search:
         half = half.with_output_dtype(start.default.compute_dtype)
         # By layer; one inside of another needs no rule.
         chosen: dict[str, Policy | str] = {}
-        for layer in (*_outer_first(layers), *_outer_first(self.not_in_fp8)):
+        outer_first = functools.partial(sorted, key=lambda layer: layer.count("/"))
+        for layer in (*outer_first(layers), *outer_first(self.not_in_fp8)):
             if chosen.keys().isdisjoint(paths_around(layer)):
                 chosen[layer] = "full" if layer in layers else half
+        if not chosen:
+            return self.start
         # Of rules with the same pattern, the first one is right.
         rules = {pattern_of(layer): policy for layer, policy in chosen.items()}
         for given, policy in start.rules:
             rules.setdefault(given, policy)
-        if not rules:
-            return self.start
         allow_unused = isinstance(self.start, PolicyMap)
         return PolicyMap(start.default, rules, allow_unused=allow_unused)
 
@@ -362,10 +363,6 @@ def _scaled_step(
         return jax.value_and_grad(scaled, argnums, has_aux=True)(*held, **kwargs)
 
     return step
-
-
-def _outer_first(layers: Collection[str]) -> list[str]:
-    return sorted(layers, key=lambda layer: layer.count("/"))
 
 
 def _fitting_scale(rows: Sequence[OpStats], scale: float, dtype: DTypeLike) -> float:
