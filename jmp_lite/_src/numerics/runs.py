@@ -189,7 +189,7 @@ class Run(Interpreter):
             return [*carry, *ys[num_carry:]], eqn_count
         in_order = slice(None, None, -1 if eqn.params["reverse"] else 1)
         for i in range(length)[in_order]:
-            rows = [_row(cell, np.int32(i)) for cell in xs]
+            rows = [_row(cell, i) for cell in xs]
             now = moment.inside(eqn_count, i)
             outs, eqn_count = body([*consts, *carry, *rows], now)
             carry = outs[:num_carry]
@@ -354,19 +354,9 @@ def _is_here(x: jax.Array) -> bool:
     return is_number and (x.is_fully_addressable or x.is_fully_replicated)
 
 
-def _row(cell: Cell, i: np.int32) -> Cell:
-    """Return row `i` of an array: a view of what `_stacked` made."""
-
-    def row(x: Array) -> Array:
-        return _row_on_device(x, i) if isinstance(x, jax.Array) else x[i]
-
-    value, shadow = jax.tree.map(row, (cell.value, cell.shadow))
+def _row(cell: Cell, i: int) -> Cell:
+    value, shadow = jax.tree.map(lambda x: look(x)[i], (cell.value, cell.shadow))
     return Cell(value, shadow, cell.tag)
-
-
-@jax.jit
-def _row_on_device(x: jax.Array, i: np.int32) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 
 
 def _stacked(rows: Sequence[Array]) -> Array:
