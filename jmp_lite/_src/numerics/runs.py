@@ -9,7 +9,6 @@ time, so operations that compute the same share one program, and NumPy does the
 checking: to compile a check after each would take a minute for a model of two layers.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -77,8 +76,8 @@ class Run(Interpreter):
     def __init__(self, observer: Observer, emitter: Emitter | None = None):
         self.observer, self.emitter = observer, emitter
         self.half_dtype = emitter and np.dtype(emitter.half_dtype)
-        # By the identity of an equation and its plan, which are kept alive.
-        self._programs: dict[tuple[int, int], Callable[..., _Computed]] = {}
+        # By the identity of an equation and its plan, which are kept alive beside it.
+        self._programs: dict[tuple[int, int], tuple[Any, ...]] = {}
 
     def cell(self, value: Array, tag: Any) -> Cell:
         """Return the cell of what came in, which is its own shadow."""
@@ -158,18 +157,18 @@ class Run(Interpreter):
         """Return what runs an equation; equal ones share what JAX has compiled."""
         key = id(eqn), id(plan)
         if key in self._programs:
-            return self._programs[key]
-        if compat.jaxprs_of(eqn):
-            # They may hold arrays, which JAX would keep after the run.
-            run = functools.partial(_run, eqn, plan, self.half_dtype, self.emitter)
-            program = jax.jit(run, compiler_options=compat.quick_compiler_options())
-        else:
+            return self._programs[key][0]
+        has_jaxprs = bool(compat.jaxprs_of(eqn))
+        emitter = self.emitter if has_jaxprs else None
+        run = functools.partial(_run, eqn, plan, self.half_dtype, emitter)
+        program = jax.jit(run, compiler_options=compat.quick_compiler_options())
+        # Jaxprs may hold arrays, which would be kept after the run.
+        if not has_jaxprs:
             piece = Piece(eqn.source_info, [eqn], eqn.invars, eqn.outvars)
             same = structure(piece, functools.partial(_decides, plan=plan))
             half_dtype = self.half_dtype if plan else None
-            operation = _Operation(half_dtype, same, eqn, plan)
-            program = functools.partial(_shared(), operation)
-        self._programs[key] = program
+            program = _PROGRAMS.setdefault((half_dtype, same), program)
+        self._programs[key] = program, eqn, plan
         return program
 
     @staticmethod
@@ -223,24 +222,8 @@ class _Computed(NamedTuple):
     multiplied: Sequence[jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Operation:
-    """An equation and its plan: equal to others that compute the same."""
-
-    half_dtype: np.dtype | None  # None without a plan
-    key: Hashable
-    eqn: Eqn = dataclasses.field(compare=False)
-    eqn_plan: EqnPlan | None = dataclasses.field(compare=False)
-
-
-@functools.cache
-def _shared() -> Callable[..., _Computed]:
-    def run(operation: _Operation, *cells: Any) -> _Computed:
-        eqn, plan = operation.eqn, operation.eqn_plan
-        return _run(eqn, plan, operation.half_dtype, None, *cells)
-
-    options = compat.quick_compiler_options()
-    return jax.jit(run, static_argnums=0, compiler_options=options)
+# By what an operation computes, and the half dtype of its plan.
+_PROGRAMS: dict[Hashable, Callable[..., _Computed]] = {}
 
 
 def _run(
