@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp_lite._src import compat, new_primitives
+from jmp_lite._src import compat, new_primitives, trees
 from jmp_lite._src.jaxprs import control_flow, name_scopes, primitives, sources, tracing
 from jmp_lite._src.jaxprs.core import Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import Fact
@@ -44,20 +44,13 @@ def list_values(fun: Callable[..., Any], args: Any, kwargs: Any) -> list[Value]:
     traced = tracing.trace(called, (fun, args, kwargs))
     opener, jaxpr = _Opener(), compat.open_jaxpr(traced.closed)
     inputs = [_value_of(var.aval) for var in jaxpr.invars]
-    are_loss_scales = _are_loss_scales((fun, args, kwargs))
+    given = fun, args, kwargs
+    leaves, found = jax.tree.leaves(given), trees.find(given, DynamicLossScale)
+    scales = {id(jax.tree.leaves(x)[0]) for _, x in found}
     for value, i in zip(inputs, traced.indices, strict=True):
-        value.is_loss_scale = are_loss_scales[i]
+        value.is_loss_scale = id(leaves[i]) in scales
     consts = compat.consts_of(traced.closed)
     return opener.finish(opener.open(jaxpr, consts, inputs, Value(None, ())))
-
-
-def _are_loss_scales(tree: object) -> list[bool]:
-    """Return whether each leaf of a tree is the scale of a `DynamicLossScale`."""
-    found = []
-    for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, DynamicLossScale)):
-        is_loss_scale = isinstance(x, DynamicLossScale)
-        found += [is_loss_scale] + [False] * (len(jax.tree.leaves(x)) - 1)
-    return found
 
 
 class _Opener:
