@@ -125,7 +125,7 @@ class Run(Interpreter):
         if self.emitter:
             pairs = zip(outs, shadows, strict=True)
             shadows = [x if low is None else low for x, low in pairs]
-        low_ins, low_outs = _read_by(eqn_plan, lows), list(map(_stored, shadows))
+        low_ins, low_outs = list(map(_stored, lows)), list(map(_stored, shadows))
         arrays = [*values, *outs, *low_ins, *low_outs, *multiplied]
         # Each once: what is its own shadow still is.
         looked = {id(x): look(x) for x in arrays if x is not None and is_floating(x)}
@@ -280,22 +280,6 @@ def values_of(
     pairs = [(v, x) for v, x in pairs if not compat.is_literal(v)]
     values.hold([v for v, _ in pairs], [x for _, x in pairs])
     return values
-
-
-def _read_by(
-    eqn_plan: EqnPlan | None, shadows: Sequence[Shadow | None]
-) -> list[Array | None]:
-    """Return operands as the policy's run reads them.
-
-    Arithmetic may read what is stored in half before it is rounded.
-    """
-    if eqn_plan is None:
-        return list(map(_stored, shadows))
-    is_exact = [eqn_plan.rule.is_arithmetic and not half for half in eqn_plan.half_in]
-    return [
-        x.inner if exact and isinstance(x, Rounded) else _stored(x)
-        for x, exact in zip(shadows, is_exact, strict=True)
-    ]
 
 
 def _stored(shadow: Shadow | None) -> Array | None:
