@@ -381,6 +381,12 @@ def test_the_rules_of_the_start_stay_behind_those_that_are_new():
     assert patterns(advise(overflowing, start)(PARAMS, X, Y)) == ["middle"]
 
 
+def test_a_pattern_of_the_start_that_matches_nothing_is_refused():
+    start = jmp.PolicyMap("mixed_float16", {"lsat": "full"})
+    with pytest.raises(ValueError, match="'lsat' matches no path"):
+        advise(clean, start)(PARAMS, X, Y)
+
+
 def test_arguments_are_those_of_value_and_grad():
     def loss(x, w, *, y):
         value = jnp.mean(jnp.square(x @ w - y))
