@@ -77,14 +77,11 @@ def test_without_a_command_there_is_help_and_the_version_is_that_of_the_package(
     assert capsys.readouterr().out == f"jmp_lite {jmp_lite.__version__}\n"
 
 
-EXPECTED = "argument --seconds: expected 0.1 to 600"
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["docter"], "invalid choice: 'docter'"),
-        *((["doctor", "--seconds", x], EXPECTED) for x in ("0", "nan", "601", "soon")),
+        (["doctor", "--seconds", "soon"], "argument --seconds: invalid float value"),
         (["doctor", "--jason"], "unrecognized arguments: --jason"),
         (["completion"], "arguments are required: shell"),
     ],

@@ -11,7 +11,6 @@ import functools
 import itertools
 import os
 import statistics
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -56,13 +55,6 @@ class Rate:
     over_float32: float | None = None  # the median over rounds
     error: str = ""  # why the product does not compile
 
-    @property
-    def numbers(self) -> tuple[str, str]:
-        """Both measurements as text."""
-        if self.tflops is None or self.over_float32 is None:
-            return "-", "-"
-        return f"{self.tflops:.3g}", f"{self.over_float32:.2f}"
-
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis(reports.Report):
@@ -83,22 +75,20 @@ class Diagnosis(reports.Report):
     def _table(self, every):
         size = max(rate.size for rate in self.rates)
         numbers = ("TFLOP/s", "/ float32")
-        rows = [(rate.dtype, *rate.numbers) for rate in self.rates]
-        columns = (f"products of {size} × {size}", *numbers)
-        findings = " ".join(self.findings)
-        return reports.Table(
-            self.recommendation, columns, rows, numbers, caption=findings
-        )
-
-    def _text(self):
-        table = self._table(every=True)
+        rows = [
+            (rate.dtype, "-", "-")
+            if rate.tflops is None
+            else (rate.dtype, f"{rate.tflops:.3g}", f"{rate.over_float32:.2f}")
+            for rate in self.rates
+        ]
         versions = [f"{name} {version}" for name, version in self.versions.items()]
-        lines = [", ".join(versions), *self.devices, ""]
-        lines += reports.text_lines(table.columns, table.rows, table.numbers)
-        lines += ["", self.recommendation]
-        for finding in self.findings:
-            lines += textwrap.wrap(f"- {finding}", 88, break_on_hyphens=False)
-        return lines
+        return reports.Table(
+            (", ".join(versions), *self.devices),
+            (f"products of {size} × {size}", *numbers),
+            rows,
+            numbers,
+            caption=(self.recommendation, *[f"- {x}" for x in self.findings]),
+        )
 
 
 def diagnose(

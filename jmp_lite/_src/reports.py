@@ -166,13 +166,33 @@ class Table:
         count = min(len(self.rows), LINES - 5)
         while count:
             shown = self.rows[:count]
-            lines = text_lines(self.columns, shown, self.numbers, self.sentences)
+            lines = self._lines(shown)
             if count == 1 or len(lines) <= LINES - 2 - len(caption):
                 break
             count -= 1  # what is wrapped takes more lines than rows
         if more := len(self.rows) - count:
             lines.append(f"and {more} more rows: .table(every=True)")
         return "\n".join(filter(None, [self.title, *lines, *caption]))
+
+    def _lines(self, rows: Iterable[Sequence[str]]) -> list[str]:
+        """Return the titles of the columns and some rows as lines of plain text."""
+        cells = [
+            [" ".join(cell.split()) for cell in row] for row in (self.columns, *rows)
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for i, name in enumerate(self.columns):
+            excess = sum(widths) + 2 * (len(widths) - 1) - WIDTH
+            if name in self.sentences and excess > 0:
+                widths[i] = max(widths[i] - excess, min(widths[i], _NARROWEST))
+        body = [line for row in cells[1:] for line in _lines_of(row, widths)]
+        lines = []
+        for row in (cells[0], ["─" * width for width in widths], *body):
+            padded = [
+                cell.rjust(width) if name in self.numbers else cell.ljust(width)
+                for cell, width, name in zip(row, widths, self.columns, strict=True)
+            ]
+            lines.append("  ".join(padded).rstrip())
+        return lines
 
     def to_html(self) -> str:
         lines = [f"<p>{html.escape(self.title)}</p><table>"]
@@ -255,30 +275,6 @@ def wrapped(text: str, indent: str = "") -> list[str]:
         break_on_hyphens=False,
     )
     return [part for line in text.split("\n") for part in wrapper.wrap(line)]
-
-
-def text_lines(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    numbers: Collection[str],
-    sentences: Collection[str] = (),
-) -> list[str]:
-    """Return the lines of a table in plain text; arguments as `Table` has them."""
-    cells = [[" ".join(cell.split()) for cell in row] for row in (columns, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for i, name in enumerate(columns):
-        excess = sum(widths) + 2 * (len(widths) - 1) - WIDTH
-        if name in sentences and excess > 0:
-            widths[i] = max(widths[i] - excess, min(widths[i], _NARROWEST))
-    body = [line for row in cells[1:] for line in _lines_of(row, widths)]
-    lines = []
-    for row in (cells[0], ["─" * width for width in widths], *body):
-        padded = [
-            cell.rjust(width) if name in numbers else cell.ljust(width)
-            for cell, width, name in zip(row, widths, columns, strict=True)
-        ]
-        lines.append("  ".join(padded).rstrip())
-    return lines
 
 
 _NARROWEST = 24  # of a column that is wrapped

@@ -108,9 +108,9 @@ def test_what_a_program_raises_keeps_its_type_file_and_line(name, error, message
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["my_model"], "got 'my_model': write my_model:make_step."),
-        (["my_model.py:f"], "got 'my_model.py:f': write my_model:f."),
-        (["../my_model:f"], "write my_model:f, in the folder '..'."),
+        (["my_model"], "got 'my_model': write my_model:make_step, in the folder"),
+        (["my_model.py:f"], "got 'my_model.py:f': write my_model:make_step, in"),
+        (["../my_model:f"], "got '../my_model:f': write my_model:make_step, in"),
         (["no_model:make_step"], "There is no module 'no_model' here"),
         (["my_model:make"], "my_model has no function 'make'"),
         (["my_model:make_nothing"], "returns a step and a tuple of its arguments, got"),

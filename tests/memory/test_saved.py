@@ -126,11 +126,6 @@ def softmax_by_hand(x):
     return (p / p.sum(-1, keepdims=True) * x).sum()
 
 
-def half_gram(x):
-    half = x.astype("bfloat16")
-    return (half @ half.T).sum()
-
-
 def norm(x):
     x = x - x.mean(-1, keepdims=True)
     return (x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True)) * x).sum()
@@ -147,11 +142,6 @@ def norm(x):
         (lambda x: jnp.sin(x @ jnp.ones((8, 8))).sum(), "cos", "elementwise"),
         (lambda x: jnp.sum((x @ x.T) @ x), "dot_general", "a product in float32"),
         (lambda x: jnp.sum(jnp.sin(x.astype("bfloat16")) @ x.T), "cos", ""),
-        (
-            half_gram,
-            "convert_element_type",
-            "a copy of an argument: save_products makes it again",
-        ),
     ],
 )
 def test_hints_say_what_could_be_half_or_need_not_be_saved(fun, operation, hint):

@@ -379,9 +379,12 @@ def test_the_rules_of_the_start_stay_behind_those_that_are_new():
     assert patterns(advice) == ["middle", "last"]
     start = jmp.PolicyMap("mixed_float16", {"middle": "full"})
     assert patterns(advise(overflowing, start)(PARAMS, X, Y)) == ["middle"]
-    start = jmp.PolicyMap("mixed_float16", {"midle": "full"})
-    with pytest.raises(ValueError, match="'midle' matches no path"):
-        advise(overflowing, start)(PARAMS, X, Y)
+
+
+def test_a_pattern_of_the_start_that_matches_nothing_is_refused():
+    start = jmp.PolicyMap("mixed_float16", {"lsat": "full"})
+    with pytest.raises(ValueError, match="'lsat' matches no path"):
+        advise(clean, start)(PARAMS, X, Y)
 
 
 def test_arguments_are_those_of_value_and_grad():

@@ -146,7 +146,7 @@ def softmax_by_hand_and_sums(x, mask, labels):
     weights = weights * mask.astype(x.dtype)
     weights = weights / jnp.sum(weights, -1, keepdims=True)
     entropy = optax.softmax_cross_entropy_with_integer_labels
-    losses = entropy(x, labels)  # hazard: softmax-in-half
+    losses = entropy(x, labels)  # hazard: log-in-half softmax-in-half
     return weights, losses, jnp.cumsum(x, -1)  # hazard: long-sum-in-half
 
 

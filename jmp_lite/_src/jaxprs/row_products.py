@@ -6,13 +6,14 @@ product of two arrays and its sum, which autocast treats as other arithmetic.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax import Array
 
 from jmp_lite._src import compat
 from jmp_lite._src.jaxprs import control_flow, core, name_scopes
-from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr, Var
+from jmp_lite._src.jaxprs.core import ClosedJaxpr, Eqn, Jaxpr
 
 
 def as_sums(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -53,7 +54,7 @@ def _sum_of_products(eqn: Eqn) -> list[Eqn]:
     with eqn.ctx.manager:
         closed = jax.make_jaxpr(run)(*(v.aval for v in eqn.invars))
     jaxpr = compat.open_jaxpr(closed)
-    names: dict[Var, Var] = dict(zip(jaxpr.invars, eqn.invars, strict=True))
+    names: dict[Any, Any] = dict(zip(jaxpr.invars, eqn.invars, strict=True))
     names.update(zip(jaxpr.outvars, eqn.outvars, strict=True))
     return [
         inner.replace(

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import KeyPath
 
 from jmp_lite._src import arguments, compat, trees
@@ -57,8 +56,7 @@ def classes_of_leaves(
     returned = {_structure(x) for x in _nodes(result) if not trees.is_array(x)}
     # Each array that is returned by itself is one argument; a loss is a number.
     results = result if isinstance(result, tuple) else (result,)
-    alone = [x for x in results if trees.is_array(x) and np.ndim(x)]
-    alone = [*map(_structure, alone)]
+    alone = [_structure(x) for x in results if trees.is_array(x) and _arrays(x)[0].ndim]
     found = []
     # As JAX has the leaves of keyword arguments.
     pairs = [*zip(names, args, strict=True), *sorted(kwargs.items())]
@@ -68,7 +66,7 @@ def classes_of_leaves(
             found += known[:1] * len(_arrays(arg))
         elif trees.is_array(arg) and _structure(arg) in alone:
             alone.remove(_structure(arg))
-            found.append(_of_training(arg))
+            found.append(_of_training(*_arrays(arg)))
         else:
             found += _classes(arg, returned, _FIELDS.get(name, BATCH))
     if given:
@@ -80,32 +78,31 @@ def classes_of_leaves(
 
 
 def _classes(
-    tree: object, returned: set[tuple[object, ...]], otherwise: str
+    tree: object,
+    returned: set[tuple[object, ...]],
+    otherwise: str,
+    known: str | None = None,
 ) -> list[str]:
-    """Return the class of each array, by what the step returns."""
-    arrays, leaves = _arrays(tree), jax.tree.leaves(tree, is_leaf=_is_variable)
-    of_variables = [_class_of_variable(x) for x in leaves for _ in _arrays(x)]
-    if STATE in of_variables:  # nnx' optimiser has variables of its own
-        return of_variables
-    if _is_state(tree):
-        return [STATE] * len(arrays)
+    """Return the class of each array, `known` if a field around them has a name."""
+    arrays = _arrays(tree)
+    own = _class_of(tree)
+    # What a field of parameters holds may be more: nnx has all variables in a model.
+    if own != STATE and known in (STATE, OTHER):
+        own = known
+    if own:
+        return [own] * len(arrays)
     # As variables of linen have parameters.
     names = tree if isinstance(tree, Mapping) else getattr(tree, "__dict__", ())
-    if not _has(tree, _is_state) and "params" not in names:
-        if _has(tree, _is_variable):
-            return of_variables
-        if _structure(tree) in returned:
-            otherwise = _of_training(*arrays)
-        return [otherwise] * len(arrays)
-    found = []
-    for path, child in _children(tree):
-        known = _FIELDS.get(trees.key_path(path))
-        is_mixed = _has(child, _is_state) or _has(child, _is_variable)
-        if known is None or (known == PARAMETERS and is_mixed):
-            found += _classes(child, returned, otherwise)
-        else:
-            found += [known] * len(_arrays(child))
-    return found
+    inside = jax.tree.leaves(tree, is_leaf=lambda x: _class_of(x) is not None)
+    if "params" in names or any(map(_class_of, inside)):
+        found = []
+        for path, child in _children(tree):
+            of_field = _FIELDS.get(trees.key_path(path), known)
+            found += _classes(child, returned, otherwise, of_field)
+        return found
+    if known is None and _structure(tree) in returned:
+        known = _of_training(*arrays)
+    return [known or otherwise] * len(arrays)
 
 
 def _of_training(*arrays: jax.Array) -> str:
@@ -114,31 +111,19 @@ def _of_training(*arrays: jax.Array) -> str:
     return PARAMETERS if is_floating else OTHER
 
 
-def _is_variable(x: object) -> bool:
-    return isinstance(x, compat.nnx_class("Variable"))
-
-
-def _class_of_variable(x: object) -> str:
-    if type(x).__module__.startswith("flax.nnx.training"):
-        return STATE
-    return PARAMETERS if isinstance(x, compat.nnx_class("Param")) else OTHER
-
-
-def _is_state(tree: object) -> bool:
-    """Return whether this is the state of an optimiser, or a chain of such states."""
-    if not isinstance(tree, tuple):
-        return False
-    fields = getattr(tree, "_fields", None)
+def _class_of(x: object) -> str | None:
+    """Return the class of the state of an optimiser, and of a variable of nnx."""
+    if isinstance(x, compat.nnx_class("Variable")):
+        if type(x).__module__.startswith("flax.nnx.training"):
+            return STATE
+        return PARAMETERS if isinstance(x, compat.nnx_class("Param")) else OTHER
+    fields = getattr(x, "_fields", None)
     if fields is None:
-        return bool(tree) and all(map(_is_state, tree))
-    known = type(tree).__module__.startswith(("optax", "jmp_lite._src.optimizers"))
-    of_training = {x for x, kind in _FIELDS.items() if kind in (PARAMETERS, STATE)}
-    is_named = type(tree).__name__.endswith("State")
-    return known or (is_named and of_training.isdisjoint(fields))
-
-
-def _has(tree: object, is_kind: Callable[[object], bool]) -> bool:
-    return any(map(is_kind, jax.tree.leaves(tree, is_leaf=is_kind)))
+        return None
+    is_known = type(x).__module__.startswith(("optax", "jmp_lite._src.optimizers"))
+    of_training = {name for name, y in _FIELDS.items() if y in (PARAMETERS, STATE)}
+    is_named = type(x).__name__.endswith("State") and of_training.isdisjoint(fields)
+    return STATE if is_known or is_named else None
 
 
 def _children(tree: object) -> list[tuple[KeyPath, object]]:

@@ -5,7 +5,6 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import PurePath
 
 import jax
 
@@ -82,13 +81,10 @@ def load(target: str) -> tuple[Callable[..., object], Sequence[object]]:
     Mistakes in the name raise a `ValueError`; what the function raises stays as it is.
     """
     name, _, attribute = target.partition(":")
-    path = PurePath(name)
-    if not attribute or path.suffix == ".py" or len(path.parts) != 1:
-        stem = path.name.removesuffix(".py") or "my_model"
-        module = f"{stem}:{attribute or 'make_step'}"
-        where = f", in the folder {str(path.parent)!r}" if len(path.parts) > 1 else ""
+    if not attribute or name.endswith(".py") or "/" in name or "\\" in name:
         raise ValueError(
-            f"Expected package.module:function, got {target!r}: write {module}{where}."
+            f"Expected package.module:function, got {target!r}: write "
+            "my_model:make_step, in the folder of my_model.py."
         )
     try:
         module = importlib.import_module(name)

@@ -22,7 +22,7 @@ from jmp_lite._src.autocast.checks import check_function, takes_function
 from jmp_lite._src.autocast.transform import autocast
 from jmp_lite._src.jaxprs import control_flow, core, name_scopes, sources, tracing
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
-from jmp_lite._src.jaxprs.primitives import CAST, LOOPS, Fact, facts
+from jmp_lite._src.jaxprs.primitives import Fact, facts
 from jmp_lite._src.policy import Policy, PolicyMap
 from jmp_lite._src.reports import size
 
@@ -226,7 +226,6 @@ class _Made:
 
     def __init__(self, jaxpr: Jaxpr):
         self.by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        self._given = {*jaxpr.invars, *jaxpr.constvars}
         divisions = [jaxpr.eqns[i] for i in products.find_softmaxes(jaxpr)]
         self._of_softmax = {v for e in divisions for v in (e.outvars[0], e.invars[0])}
 
@@ -235,8 +234,6 @@ class _Made:
         of_eqn, again = facts(eqn.primitive.name), "save_products computes it again"
         if core.is_bool(var):
             return f"a mask: {again}"
-        if self._is_copy(var):
-            return "a copy of an argument: save_products makes it again"
         if not core.is_f32(var) or products.is_half_product(eqn):
             return ""
         if of_eqn & Fact.PRODUCT:
@@ -250,16 +247,6 @@ class _Made:
         if is_autocast or of_eqn & Fact.LINEAR:  # autocast computes no sums again
             return f"elementwise: {again}"
         return f"elementwise: autocast or {again}"
-
-    def _is_copy(self, var: Var) -> bool:
-        """Return whether a variable is a cast or a move of an argument."""
-        while not compat.is_literal(var) and (eqn := self.by.get(var)) is not None:
-            of_eqn = facts(eqn.primitive.name)
-            is_move = of_eqn & Fact.MOVES and not of_eqn & Fact.CHOOSES
-            if not is_move and eqn.primitive.name != CAST:
-                return False
-            var = eqn.invars[0]
-        return not compat.is_literal(var) and var in self._given
 
 
 def _next_carry(eqn: Eqn, sub: control_flow.SubJaxpr, found: _Found) -> Var | None:
@@ -307,12 +294,6 @@ def _find(
         inside = _find(sub.jaxpr, out, made_in, path, line)
         if carried := _next_carry(eqn, sub, inside):
             inside = _find(sub.jaxpr, carried, made_in, path, line)
-        if inside.eqn is not None:
-            return inside
-        if eqn.primitive.name in LOOPS or compat.is_literal(inside.var):
-            return _Found(var, eqn, made, path, line)
-        # The body returns what it is given.
-        if inside.var not in sub.jaxpr.invars:  # a constant
-            return inside
-        var = eqn.invars[sub.operands[sub.jaxpr.invars.index(inside.var)]]
+        # What a body only hands on, the call has made.
+        return inside if inside.eqn else _Found(var, eqn, made, path, line)
     return _Found(var, None, made, path, line)

@@ -1,19 +1,19 @@
 """`advise`: which layers to keep in float32, and which loss scale to use."""
 
-import collections
 import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import Partial
 from jax.typing import DTypeLike
 
-from jmp_lite._src import arguments, dtypes, reports
+from jmp_lite._src import arguments, reports
 from jmp_lite._src.autocast import checks
 from jmp_lite._src.gradients import check_arguments, split_aux
 from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
@@ -91,15 +91,12 @@ class Advice(reports.Report):
         return f"policy = {policy}\nloss_scale = {scale}\n"
 
     def _to_fields(self):
-        fields = dict(vars(self))
-        rules, default, allow_unused = None, fields.pop("policy"), False
-        if isinstance(default, PolicyMap):
-            rules = [(pattern, str(policy)) for pattern, policy in default.rules]
-            default, allow_unused = default.default, default.allow_unused
+        policy, fields = _as_map(self.policy), dict(vars(self))
+        del fields["policy"]
         return {
-            "default": str(default),
-            "rules": rules,
-            "allow_unused": allow_unused,
+            "default": str(policy.default),
+            "rules": [(pattern, str(of_layer)) for pattern, of_layer in policy.rules],
+            "allow_unused": policy.allow_unused,
             **fields,
             "loss_scale": float(self.loss_scale.loss_scale),
             "left": [self.report.rows.index(row) for row in self.left],
@@ -109,7 +106,7 @@ class Advice(reports.Report):
     @classmethod
     def _from_fields(cls, fields):
         policy = get_policy(fields["default"])
-        if fields["rules"] is not None:
+        if fields["rules"]:
             policy = PolicyMap(policy, fields["rules"], fields["allow_unused"])
         scale = fields["loss_scale"]
         report = DryRunReport._from_fields(fields["report"])
@@ -134,9 +131,9 @@ class Advice(reports.Report):
         return [*shown, *self.code().split("\n")]
 
     def _table(self, every):
-        rules: Sequence[tuple[str, Policy | PolicyMap]] = [("", self.policy)]
-        if isinstance(self.policy, PolicyMap):
-            rules = [*self.policy.rules, ("everything else", self.policy.default)]
+        policy = _as_map(self.policy)
+        rest = "everything else" if policy.rules else ""
+        rules = [*policy.rules, (rest, policy.default)]
         return reports.Table(
             f"advice: loss scale {self.loss_scale.loss_scale:g}",
             ("pattern", "policy"),
@@ -213,15 +210,8 @@ def advise(
     step_of = functools.partial(_scaled_step, loss_fn, argnums, has_aux)
 
     def find(*args, **kwargs) -> Advice:
-        if dtype not in dtypes.HALF_DTYPES:
-            measured = measure(step_of(1.0), start, (args, kwargs), caller="advise")
-            name = jnp.dtype(dtype).name
-            why = f"The policy computes in {name}: there is nothing to do."
-            advice = Advice(start, NoOpLossScale(), (why,), (), measured.report)
-            warning = measured.warning
-        else:
-            search = _Search(step_of, start, (args, kwargs), dtype, headroom, previous)
-            advice, warning = search.run()
+        search = _Search(step_of, start, (args, kwargs), dtype, headroom, previous)
+        advice, warning = search.run()
         if warning:
             warnings.warn(warning, stacklevel=2)
         return advice
@@ -236,14 +226,14 @@ class _Turn:
     measured: Measured
     policy: Policy | PolicyMap
     scale: float  # the loss scale that it ran with
-    gradients: list[OpStats]  # those in half that it has scaled
+    gradients: list[OpStats]  # those in half
     fitting: float  # the one that fits its gradients
     faults: list[Fault]
 
 
 @dataclasses.dataclass
 class _Search:
-    """The search for a policy and a loss scale. `run` fills the last two fields."""
+    """The search for a policy and a loss scale."""
 
     # What a dry run runs, of the loss scale.
     step_of: Callable[[float], Callable[..., Any]]
@@ -252,9 +242,7 @@ class _Search:
     dtype: DTypeLike
     headroom: float
     previous: Advice | None
-    # The magnitudes of the program without a loss scale, by `_keyed`.
-    unscaled: dict[tuple[int, str], float] = dataclasses.field(default_factory=dict)
-    # The layers that must not be in fp8, each with its reason.
+    # The layers that must not be in fp8, each with its reason; `run` fills it.
     not_in_fp8: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def run(self) -> tuple[Advice, str]:
@@ -263,12 +251,7 @@ class _Search:
         if self.previous:
             why.update(self.previous.in_float32)
             self.not_in_fp8.update(self.previous.not_in_fp8)
-        tried: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
         turn = self._turn(1.0, why)
-        report = turn.measured.report
-        self.unscaled.update((key, row.max_abs) for key, row in _keyed(report))
-        if turn.fitting == 1.0 and self.dtype == jnp.float16:
-            turn = self._turn(2.0, why)  # what is too large may not be scaled at all
         for _ in range(_ROUNDS - 1):
             # The backward pass repeats errors of the forward pass.
             named = [fault for fault in reversed(turn.faults) if fault.layer]
@@ -289,15 +272,7 @@ class _Search:
                     self.not_in_fp8[fault.layer] = fault.reason(in_fp8=True)
                     continue
                 why[fault.layer] = fault.reason()
-                tried[fault.row.layer, fault.row.direction].add(fault.layer)
             turn = self._turn(turn.fitting, why)
-        # Of several layers tried for one operation, some may not matter.
-        suspected = {x for layers in tried.values() if len(layers) > 1 for x in layers}
-        for layer in [layer for layer in why if layer in suspected]:
-            others = {k: reason for k, reason in why.items() if k != layer}
-            without = self._turn(turn.scale, others)
-            if len(without.faults) <= len(turn.faults):
-                turn, why = without, others
         loss_scale, reason = _as_loss_scale(turn.gradients, turn.scale, self.dtype)
         # The worst of those that one remedy repairs, as both operands of a product.
         left = {x.remedy(): x.left() for x in reversed(turn.faults)}
@@ -317,25 +292,15 @@ class _Search:
         )
         return advice, turn.measured.warning
 
-    def _gradients(self, report: DryRunReport, scale: float) -> list[OpStats]:
-        """Return the rows of the backward pass that are in half, and are scaled.
-
-        A factor of a derivative, such as `2 * x`, does not grow with the loss scale.
-        """
-        least = scale**0.5 if scale != 1.0 else 0.0
-        return [
-            row
-            for key, row in _keyed(report)
-            if row.direction == "backward"
-            and in_half(row)
-            and row.max_abs > least * self.unscaled.get(key, 0.0)
-        ]
-
     def _turn(self, scale: float, layers: dict[str, str]) -> _Turn:
         """Return a dry run with `layers` in float32."""
         step, policy = self.step_of(scale), self._with_rules(layers)
         measured = measure(step, policy, self.args_and_kwargs, caller="advise")
-        gradients = self._gradients(measured.report, scale)
+        gradients = [
+            row
+            for row in measured.report.rows
+            if row.direction == "backward" and in_half(row) and row.max_abs
+        ]
         fitting = _fitting_scale(gradients, scale, self.dtype)
         if self.previous:
             fitting = min(fitting, float(self.previous.loss_scale.loss_scale))
@@ -351,23 +316,27 @@ class _Search:
 
     def _with_rules(self, layers: Collection[str]) -> Policy | PolicyMap:
         """Return a policy with rules for layers: float32, or not fp8."""
-        start = self.start
-        is_map = isinstance(start, PolicyMap)
-        default = start.default if is_map else start
-        half = dataclasses.replace(default, matmul_dtype=None)
-        half = half.with_output_dtype(default.compute_dtype)
+        start = _as_map(self.start)
+        half = dataclasses.replace(start.default, matmul_dtype=None)
+        half = half.with_output_dtype(start.default.compute_dtype)
         # By layer; one inside of another needs no rule.
         chosen: dict[str, Policy | str] = {}
-        for layer in (*_outer_first(layers), *_outer_first(self.not_in_fp8)):
+        outer_first = functools.partial(sorted, key=lambda layer: layer.count("/"))
+        for layer in (*outer_first(layers), *outer_first(self.not_in_fp8)):
             if chosen.keys().isdisjoint(paths_around(layer)):
                 chosen[layer] = "full" if layer in layers else half
+        if not chosen:
+            return self.start
         # Of rules with the same pattern, the first one is right.
         rules = {pattern_of(layer): policy for layer, policy in chosen.items()}
-        for given, policy in start.rules if is_map else ():
+        for given, policy in start.rules:
             rules.setdefault(given, policy)
-        if not chosen:
-            return start
-        return PolicyMap(default, rules, allow_unused=is_map)
+        allow_unused = isinstance(self.start, PolicyMap)
+        return PolicyMap(start.default, rules, allow_unused=allow_unused)
+
+
+def _as_map(policy: Policy | PolicyMap) -> PolicyMap:
+    return policy if isinstance(policy, PolicyMap) else PolicyMap(policy)
 
 
 def _scaled_step(
@@ -396,21 +365,9 @@ def _scaled_step(
     return step
 
 
-def _outer_first(layers: Collection[str]) -> list[str]:
-    return sorted(layers, key=lambda layer: layer.count("/"))
-
-
-def _keyed(report: DryRunReport) -> Iterator[tuple[tuple[int, str], OpStats]]:
-    """Yield the rows of a report, each with a key that other policies do not change."""
-    count = 0
-    for row in report.rows:
-        yield (count, row.primitive), row
-        count += not row.is_operand
-
-
 def _fitting_scale(rows: Sequence[OpStats], scale: float, dtype: DTypeLike) -> float:
     """Return the loss scale that fits, by the gradients that `scale` has scaled."""
-    if dtype == jnp.bfloat16 or not rows:
+    if dtype != jnp.float16 or not rows:
         return 1.0
     wanted = float(jnp.finfo(dtype).max) / _HEADROOM
     factor = 2.0 ** math.floor(math.log2(wanted / max(row.max_abs for row in rows)))
@@ -422,7 +379,7 @@ def _as_loss_scale(
 ) -> tuple[LossScale, str]:
     if dtype == jnp.bfloat16:
         return NoOpLossScale(), "bfloat16 has the range of float32: no loss scale."
-    if not rows:
+    if dtype != jnp.float16 or not rows:
         return NoOpLossScale(), "No gradient is in half: no loss scale."
     largest = max(row.max_abs for row in rows) / scale
     before, after = _underflow(rows, dtype, 1 / scale), _underflow(rows, dtype, 1.0)
@@ -436,10 +393,6 @@ def _as_loss_scale(
 def _underflow(rows: Sequence[OpStats], dtype: DTypeLike, factor: float) -> float:
     """Return the fraction of non-zero gradients that underflow, scaled by a factor."""
     smallest = math.log2(float(jnp.finfo(dtype).smallest_subnormal)) - 1
-    counts = [sum(column) for column in zip(*(r.histogram for r in rows), strict=True)]
-    underflow = sum(
-        count
-        for exponent, count in zip(EXPONENTS, counts, strict=True)
-        if exponent + math.log2(factor) < smallest
-    )
-    return underflow / max(sum(counts), 1)
+    counts = np.sum([row.histogram for row in rows], axis=0)
+    is_lost = np.array(EXPONENTS) + math.log2(factor) < smallest
+    return counts[is_lost].sum() / max(counts.sum(), 1)

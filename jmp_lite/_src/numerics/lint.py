@@ -174,7 +174,7 @@ def lint(
         with warnings.catch_warnings():
             # The report says where a constant overflows; NumPy only that one does.
             warnings.filterwarnings("ignore", "overflow encountered", RuntimeWarning)
-            values = list_values(fun, args, kwargs, target)
+            values = list_values(fun, args, kwargs)
         regions = Regions(policy)
         paths = dict.fromkeys(map(policy_path, values))
         regions.fit(paths)

@@ -76,8 +76,6 @@ class Lockstep(Observer):
         self.limit = ROUNDINGS * float(jnp.finfo(low_dtype).eps)
         # Per site: of the two operands of a product that reads half, and of the result.
         self._records: list[list[Record | None]] = [[None] * 3 for _ in known]
-        # Whether what the program has in half itself is finite.
-        self.is_finite_in_half = True
 
     def observe(self, op: Operation) -> Sequence[Tag]:
         operands = [*op.tags, *op.also]
@@ -95,8 +93,6 @@ class Lockstep(Observer):
                 tags.append(Tag(worst.error, worst.source, backward))
                 continue
             found, error = self._compare(full, low)
-            if found.nonfinite and dtypes.is_half(full.dtype):
-                self.is_finite_in_half = False
             added = _added_error(error, worst.error)
             source = self._source(op, full, low, added, operands)
             self._add(op.site, 2, Record(found, error, added, backward, source, dtype))
@@ -116,12 +112,9 @@ class Lockstep(Observer):
             for name, record in zip(("lhs of ", "rhs of ", ""), records, strict=True):
                 if record is None or not record.stats.size:
                     continue
-                cause = None
-                if record.added_error and record.source >= 0:
-                    source = self.known[record.source]
-                    cause = source.layer, source.primitive, source.line
-                    if cause == (site.layer, site.primitive, site.line):
-                        cause = None
+                is_lost = record.added_error and record.source >= 0
+                source = self.known[record.source] if is_lost else site
+                here, cause = ((x.layer, x.primitive, x.line) for x in (site, source))
                 found, size = record.stats, float(record.stats.size)
                 yield OpStats(
                     layer=site.layer,
@@ -138,7 +131,7 @@ class Lockstep(Observer):
                     added_error=float(record.added_error),
                     histogram=tuple(map(int, found.histogram)),
                     reads_half=not name and any(records[:2]),
-                    cause=cause,
+                    cause=None if cause == here else cause,
                 )
 
     def _read(self, op: Operation, i: int, low: Array) -> Tag:

@@ -16,7 +16,6 @@ from jmp_lite._src import dtypes, extras, reports
 from jmp_lite._src.numerics.stats import EXPONENTS
 
 with extras.needed("numerics"):
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, for colour-blind readers.
@@ -45,7 +44,17 @@ def plot_histograms(
             f"Expected a histogram of every layer, got none of {without}: count with "
             "histogram=True."
         )
-    figure, axes = _make_figure(list(histograms), width=7.5)
+    if not histograms:
+        raise ValueError("Expected at least one layer to draw, got none.")
+    # Each row is as high as a line of text, and named at the left.
+    width = 7.5 + 0.075 * max(map(len, histograms))
+    size = width, 1.2 + 0.3 * max(len(histograms), 3)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    names = list(map(reports.printable, histograms))
+    axes.set_yticks(range(len(names)), names, fontsize=9, parse_math=False)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(left=False)
     info = jnp.finfo(dtype)
     to_zero = info.minexp - info.nmant - 1  # half of the smallest subnormal rounds to 0
     borders = -math.inf, to_zero, info.minexp, info.maxexp, math.inf  # as log2
@@ -75,18 +84,3 @@ def plot_histograms(
         f"(heights: logarithm of the share, from $10^{{{_FLOOR}}}$ to 1)"
     )
     return figure
-
-
-def _make_figure(rows: Sequence[str], *, width: float) -> tuple[Figure, Axes]:
-    """Return a figure with rows as high as a line of text, named at the left."""
-    if not rows:
-        raise ValueError("Expected at least one layer to draw, got none.")
-    longest = max(map(len, rows))
-    size = (width + 0.075 * longest, 1.2 + 0.3 * max(len(rows), 3))
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots()
-    names = list(map(reports.printable, rows))
-    axes.set_yticks(range(len(rows)), names, fontsize=9, parse_math=False)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.tick_params(left=False)
-    return figure, axes

@@ -41,13 +41,6 @@ class OpStats:
       reads_half: whether it is a product of half operands.
       cause: the layer, primitive and line of the operation that rounded away the digits
         that are missing here; None if that is this one.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from jmp_lite.numerics import dry_run
-      >>> report = dry_run(jnp.dot, "mixed_float16")(jnp.ones((8, 8)), jnp.eye(8))
-      >>> [row.primitive for row in report.rows]
-      ['lhs of dot_general', 'rhs of dot_general', 'dot_general']
     """
 
     layer: str
@@ -131,6 +124,8 @@ class DryRunReport(reports.Report):
       >>> import jax.numpy as jnp
       >>> from jmp_lite.numerics import dry_run
       >>> report = dry_run(jnp.dot, "mixed_float16")(jnp.ones((8, 8)), jnp.eye(8))
+      >>> [row.primitive for row in report.rows]
+      ['lhs of dot_general', 'rhs of dot_general', 'dot_general']
       >>> DryRunReport.from_json(report.to_json()) == report
       True
     """
@@ -178,7 +173,7 @@ class DryRunReport(reports.Report):
     def plot(self, *, depth: int | None = None) -> Any:
         """Return a matplotlib figure: exponents over the range of half, per layer.
 
-        Layers without a number in half are left out.
+        Layers without a number in half are left out, unless all are.
 
         Args:
           depth: how many parts of a path count as the layer; None for all.
@@ -188,13 +183,9 @@ class DryRunReport(reports.Report):
         """
         from jmp_lite._src.numerics.plot import plot_histograms
 
-        drawn = {row.title: row.histogram for row in self._drawn(depth)}
-        return plot_histograms(drawn, self.dtype)
-
-    def _drawn(self, depth: int | None) -> list[OpStats]:
-        """Return the layers that have numbers in half; all, if there is none."""
         layers = self.layers(depth)
-        return [row for row in layers if row.is_half] or list(layers)
+        drawn = [row for row in layers if row.is_half] or layers
+        return plot_histograms({x.title: x.histogram for x in drawn}, self.dtype)
 
 
 _NUMBERS = ("dtype", "max |x|", "overflow", "underflow", "error", "added")

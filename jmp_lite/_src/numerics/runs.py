@@ -9,7 +9,6 @@ time, so operations that compute the same share one program, and NumPy does the
 checking: to compile a check after each would take a minute for a model of two layers.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -77,8 +76,8 @@ class Run(Interpreter):
     def __init__(self, observer: Observer, emitter: Emitter | None = None):
         self.observer, self.emitter = observer, emitter
         self.half_dtype = emitter and np.dtype(emitter.half_dtype)
-        # By the identity of an equation and its plan, which are kept alive.
-        self._programs: dict[tuple[int, int], Callable[..., _Computed]] = {}
+        # By the identity of an equation and its plan, which are kept alive beside it.
+        self._programs: dict[tuple[int, int], tuple[Any, ...]] = {}
 
     def cell(self, value: Array, tag: Any) -> Cell:
         """Return the cell of what came in, which is its own shadow."""
@@ -126,7 +125,7 @@ class Run(Interpreter):
         if self.emitter:
             pairs = zip(outs, shadows, strict=True)
             shadows = [x if low is None else low for x, low in pairs]
-        low_ins, low_outs = _read_by(eqn_plan, lows), list(map(_stored, shadows))
+        low_ins, low_outs = list(map(_stored, lows)), list(map(_stored, shadows))
         arrays = [*values, *outs, *low_ins, *low_outs, *multiplied]
         # Each once: what is its own shadow still is.
         looked = {id(x): look(x) for x in arrays if x is not None and is_floating(x)}
@@ -158,18 +157,18 @@ class Run(Interpreter):
         """Return what runs an equation; equal ones share what JAX has compiled."""
         key = id(eqn), id(plan)
         if key in self._programs:
-            return self._programs[key]
-        if compat.jaxprs_of(eqn):
-            # They may hold arrays, which JAX would keep after the run.
-            run = functools.partial(_run, eqn, plan, self.half_dtype, self.emitter)
-            program = jax.jit(run, compiler_options=compat.quick_compiler_options())
-        else:
+            return self._programs[key][0]
+        has_jaxprs = bool(compat.jaxprs_of(eqn))
+        emitter = self.emitter if has_jaxprs else None
+        run = functools.partial(_run, eqn, plan, self.half_dtype, emitter)
+        program = jax.jit(run, compiler_options=compat.quick_compiler_options())
+        # Jaxprs may hold arrays, which would be kept after the run.
+        if not has_jaxprs:
             piece = Piece(eqn.source_info, [eqn], eqn.invars, eqn.outvars)
             same = structure(piece, functools.partial(_decides, plan=plan))
             half_dtype = self.half_dtype if plan else None
-            operation = _Operation(half_dtype, same, eqn, plan)
-            program = functools.partial(_shared(), operation)
-        self._programs[key] = program
+            program = _PROGRAMS.setdefault((half_dtype, same), program)
+        self._programs[key] = program, eqn, plan
         return program
 
     @staticmethod
@@ -189,7 +188,7 @@ class Run(Interpreter):
             return [*carry, *ys[num_carry:]], eqn_count
         in_order = slice(None, None, -1 if eqn.params["reverse"] else 1)
         for i in range(length)[in_order]:
-            rows = [_row(cell, np.int32(i)) for cell in xs]
+            rows = [_row(cell, i) for cell in xs]
             now = moment.inside(eqn_count, i)
             outs, eqn_count = body([*consts, *carry, *rows], now)
             carry = outs[:num_carry]
@@ -223,24 +222,8 @@ class _Computed(NamedTuple):
     multiplied: Sequence[jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Operation:
-    """An equation and its plan: equal to others that compute the same."""
-
-    half_dtype: np.dtype | None  # None without a plan
-    key: Hashable
-    eqn: Eqn = dataclasses.field(compare=False)
-    eqn_plan: EqnPlan | None = dataclasses.field(compare=False)
-
-
-@functools.cache
-def _shared() -> Callable[..., _Computed]:
-    def run(operation: _Operation, *cells: Any) -> _Computed:
-        eqn, plan = operation.eqn, operation.eqn_plan
-        return _run(eqn, plan, operation.half_dtype, None, *cells)
-
-    options = compat.quick_compiler_options()
-    return jax.jit(run, static_argnums=0, compiler_options=options)
+# By what an operation computes, and the half dtype of its plan.
+_PROGRAMS: dict[Hashable, Callable[..., _Computed]] = {}
 
 
 def _run(
@@ -299,22 +282,6 @@ def values_of(
     return values
 
 
-def _read_by(
-    eqn_plan: EqnPlan | None, shadows: Sequence[Shadow | None]
-) -> list[Array | None]:
-    """Return operands as the policy's run reads them.
-
-    Arithmetic may read what is stored in half before it is rounded.
-    """
-    if eqn_plan is None:
-        return list(map(_stored, shadows))
-    is_exact = [eqn_plan.rule.is_arithmetic and not half for half in eqn_plan.half_in]
-    return [
-        x.inner if exact and isinstance(x, Rounded) else _stored(x)
-        for x, exact in zip(shadows, is_exact, strict=True)
-    ]
-
-
 def _stored(shadow: Shadow | None) -> Array | None:
     """Return a value of the policy's run as it is stored."""
     return shadow.stored if isinstance(shadow, Rounded) else shadow
@@ -354,19 +321,9 @@ def _is_here(x: jax.Array) -> bool:
     return is_number and (x.is_fully_addressable or x.is_fully_replicated)
 
 
-def _row(cell: Cell, i: np.int32) -> Cell:
-    """Return row `i` of an array: a view of what `_stacked` made."""
-
-    def row(x: Array) -> Array:
-        return _row_on_device(x, i) if isinstance(x, jax.Array) else x[i]
-
-    value, shadow = jax.tree.map(row, (cell.value, cell.shadow))
+def _row(cell: Cell, i: int) -> Cell:
+    value, shadow = jax.tree.map(lambda x: look(x)[i], (cell.value, cell.shadow))
     return Cell(value, shadow, cell.tag)
-
-
-@jax.jit
-def _row_on_device(x: jax.Array, i: np.int32) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 
 
 def _stacked(rows: Sequence[Array]) -> Array:

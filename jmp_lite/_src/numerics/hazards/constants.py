@@ -146,7 +146,7 @@ def _one(value: Value, _: Program) -> str | None:
         if 1.0 in weights and rest:
             return f"an average with weights 1 and {rest[0]:.2g} in {dtype}"
     for average, step in itertools.permutations(value.ins, 2) if terms else ():
-        for distance, by, _ in graph.origin(step).factors:
+        for distance, by, _degree in graph.origin(step).factors:
             weight = abs(_written(by) or 0.0)
             ends = map(graph.origin, distance.ins)
             is_from = distance.facts & Fact.LINEAR and graph.origin(average) in ends

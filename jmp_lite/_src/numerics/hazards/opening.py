@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jmp_lite._src import compat, new_primitives
+from jmp_lite._src import compat, new_primitives, trees
 from jmp_lite._src.jaxprs import control_flow, name_scopes, primitives, sources, tracing
-from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var
+from jmp_lite._src.jaxprs.core import Jaxpr, Var
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.loss_scale import DynamicLossScale
 from jmp_lite._src.numerics.hazards.graph import JOIN, MOVE, Scaling, Value, behind
@@ -27,13 +27,11 @@ from jmp_lite._src.numerics.hazards.ranges import range_of
 _ONE_OF_EACH = Fact.MOVES | Fact.SUMS
 
 
-def list_values(
-    fun: Callable[..., Any], args: Any, kwargs: Any, target: str
-) -> list[Value]:
+def list_values(fun: Callable[..., Any], args: Any, kwargs: Any) -> list[Value]:
     """Return the values of a function that its results need, in order.
 
     The function may be a pytree that can be called, such as an nnx module, and arrays
-    may be shapes. The target, `"gpu"` or `"tpu"`, chooses from branches per platform.
+    may be shapes.
     """
 
     def called(fun, args, kwargs):
@@ -44,27 +42,19 @@ def list_values(
         return outs + [x for x in jax.tree.leaves((args, kwargs)) if id(x) not in ids]
 
     traced = tracing.trace(called, (fun, args, kwargs))
-    opener, jaxpr = _Opener(target), compat.open_jaxpr(traced.closed)
+    opener, jaxpr = _Opener(), compat.open_jaxpr(traced.closed)
     inputs = [_value_of(var.aval) for var in jaxpr.invars]
-    are_loss_scales = _are_loss_scales((fun, args, kwargs))
+    given = fun, args, kwargs
+    leaves, found = jax.tree.leaves(given), trees.find(given, DynamicLossScale)
+    scales = {id(jax.tree.leaves(x)[0]) for _, x in found}
     for value, i in zip(inputs, traced.indices, strict=True):
-        value.is_loss_scale = are_loss_scales[i]
+        value.is_loss_scale = id(leaves[i]) in scales
     consts = compat.consts_of(traced.closed)
     return opener.finish(opener.open(jaxpr, consts, inputs, Value(None, ())))
 
 
-def _are_loss_scales(tree: object) -> list[bool]:
-    """Return whether each leaf of a tree is the scale of a `DynamicLossScale`."""
-    found = []
-    for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, DynamicLossScale)):
-        is_loss_scale = isinstance(x, DynamicLossScale)
-        found += [is_loss_scale] + [False] * (len(jax.tree.leaves(x)) - 1)
-    return found
-
-
 class _Opener:
-    def __init__(self, target: str):
-        self.target = target
+    def __init__(self):
         self.values: list[Value] = []
         self.needed: list[Value] = []  # but for results
 
@@ -101,7 +91,9 @@ class _Opener:
                 is_backward=around.is_backward or "transpose(" in stack,
                 is_differentiated=around.is_differentiated or "jvp(" in stack,
             )
-            bodies = self._bodies(eqn)
+            bodies = control_flow.sub_jaxprs(eqn)
+            if called := new_primitives.jaxpr_of_impl(eqn):
+                bodies = (control_flow.as_sub_jaxpr(called, 0),)
             if at.name == "differentiate_as":  # of autocast: its first operand
                 outs = at.ins[:1]
             else:
@@ -131,18 +123,6 @@ class _Opener:
         for value in behind(read, same):
             value.is_param = value.is_input and value.is_float
         return values
-
-    def _bodies(self, eqn: Eqn) -> Sequence[control_flow.SubJaxpr] | None:
-        branches = eqn.params.get("branches", ())
-        platforms = eqn.params.get("branches_platforms")
-        if called := new_primitives.jaxpr_of_impl(eqn):
-            return (control_flow.as_sub_jaxpr(called, 0),)
-        if platforms is None:
-            return control_flow.sub_jaxprs(eqn)
-        names = {"gpu": {"gpu", "cuda", "rocm"}}.get(self.target, {self.target})
-        pairs = zip(branches, platforms, strict=True)
-        found = [branch for branch, of in pairs if of is None or names & set(of)]
-        return (control_flow.as_sub_jaxpr((found or branches)[0], 1),)
 
     def _results(self, at: Value) -> list[Value]:
         """Add the results of an operation."""
