@@ -137,6 +137,13 @@ def is_unbound_linen_module(x: Any) -> bool:
     return isinstance(x, module) and x.scope is None
 
 
+def is_linen_init() -> bool:
+    """Return whether a linen module is creating its variables now."""
+    context = getattr(sys.modules.get("flax.linen.module"), "_context", None)
+    stack = getattr(context, "module_stack", None) or [None]
+    return stack[-1] is not None and stack[-1].is_initializing()
+
+
 def weakly_typed(x: jax.Array) -> jax.Array:
     """Return a weakly typed array of the same dtype."""
     return lax_private.convert_element_type_p.bind(

@@ -209,6 +209,13 @@ def test_what_is_not_read_by_products_alone_is_float32(fun):
     assert [str(e.outvars[0].aval.dtype) for e in relus] == ["float32"]
 
 
+def test_a_constant_may_choose():
+    def fun(w, x):
+        return jax.lax.select(jnp.array(True), x @ w + x, x @ w)
+
+    assert error(autocast(fun, BF16)(W, X), fun(W, X)) < 0.01
+
+
 def _gradient_descent(w, x):
     for _ in range(3):
         w = w - 1e-4 * jax.grad(lambda w: jnp.mean(jnp.square(x @ w)))(w)

@@ -330,15 +330,27 @@ def test_a_sharded_step_has_the_numbers_of_one_and_asks_no_other_device(dtype, s
 def test_a_step_on_an_explicit_mesh_has_the_numbers_of_one(dtype):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     trainer = Trainer(low_precision_state(optax.sgd(1e-2, 0.9), dtype))
-    params = jnp.asarray(_lognormal(6, 3, (16, 2048)))
-    expected = trainer.run(params, [params])
-    for spec in (P("data", None), P(None, "data")):
+    # A shard of the last has half a block.
+    by_rows, by_columns = P("data", None), P(None, "data")
+    for width, spec in (2048, by_rows), (2048, by_columns), (1024, by_columns):
+        params = jnp.asarray(_lognormal(6, 3, (16, width)))
+        expected = trainer.run(params, [params])
         sharding = NamedSharding(mesh, spec)
         placed = jax.device_put(params, sharding)
         with jax.set_mesh(mesh):
             found = trainer.step(placed, trainer.init(placed), placed)
         bitwise.assert_same(found, expected)
-        assert_sharded((found[0], found[1].inner_state[0].trace), sharding)
+        trace = found[1].inner_state[0].trace
+        # Four scales are for eight devices.
+        sharded = trace if width == 2048 else trace.values
+        assert_sharded((found[0], sharded), sharding)
+
+
+def test_a_state_in_float64_stays_so_and_is_told():
+    tx = low_precision_state(optax.sgd(0.1, momentum=0.9), "8bit")
+    with jax.enable_x64(True), pytest.warns(UserWarning, match="moment in float32"):
+        state = tx.init(jnp.ones((64, 64), jnp.float64))
+    assert state.inner_state[0].trace.dtype == jnp.float64
 
 
 def test_a_step_in_shard_map_works_on_its_shards():

@@ -161,6 +161,8 @@ def autocast(
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
+        if compat.is_linen_init():  # what is created in a trace does not leave it
+            return fun(*args, **kwargs)
         if compute_dtype not in dtypes.HALF_DTYPES:
             if isinstance(policy, PolicyMap):  # whose patterns must match scopes
                 plan_call(fun, policy, compute_dtype, rules, args, kwargs)

@@ -75,6 +75,8 @@ class NonFinite(reports.Report):
         ranges = " and ".join(f"[{low:.3g}, {high:.3g}]" for low, high in self.operands)
         operands = f" out of {ranges}" if ranges else ""
         unnamed = " A jax.named_scope around each layer would name the layer."
+        if self.primitive == "shard_map":  # one operation, with all that it holds
+            unnamed = " Ask the function that it maps, under jax.vmap, which operation."
         return (
             f"{self.primitive} ({self.dtype}, {self.direction}{loop}){where}{line} "
             f"made the first number that is not finite{operands}.{self._advice()}"
@@ -155,8 +157,8 @@ def track_nonfinite(
 ) -> Callable[..., tuple[Any, "NonFiniteTracker"]]:
     """Return a function that also returns the origin of a NaN or inf in its results.
 
-    The same program checks the result of each operation. Take gradients inside:
-    `track_nonfinite(jax.grad(loss))`.
+    The same program checks the result of each operation, and takes some ten times as
+    long to compile. Take gradients inside: `track_nonfinite(jax.grad(loss))`.
 
     Args:
       fun: any JAX function.

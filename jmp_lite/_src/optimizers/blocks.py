@@ -32,6 +32,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 BLOCK = 256
@@ -146,10 +147,14 @@ def _largest_of_blocks(*arrays: jax.Array) -> list[jax.Array]:
     """
     *rows, n = arrays[0].shape
     count = -(-n // BLOCK)
+    sharding = jax.typeof(arrays[0]).sharding  # explicit, or of no axis
+    spec = sharding.spec
+    if any(spec) and sharding.shard_shape(arrays[0].shape)[-1] % BLOCK:
+        arrays = tuple(jax.sharding.reshard(x, P(*spec[:-1], None)) for x in arrays)
     padding = [(0, 0)] * len(rows) + [(0, count * BLOCK - n)]
     blocks = [jnp.pad(x, padding).reshape(*rows, count, BLOCK) for x in arrays]
     # Of an explicit sharding, a reduction of several arrays forgets it.
-    if any(jax.typeof(blocks[0]).sharding.spec):
+    if any(spec):
         return [x.max(-1) for x in blocks]
     return jax.lax.reduce(
         blocks,

@@ -244,7 +244,8 @@ def _store_moments(state: T, params: optax.Params, choice: "_Choice") -> T:
     def store(path, x):
         start, param = _find_param(path, x, shapes)
         dtype = choice.dtype_of(param, x)
-        if dtype is None and not (x.dtype == jnp.float64 and param and x.ndim):
+        is_wide = param is not None and x.ndim and x.dtype == jnp.float64
+        if dtype is None and not is_wide:
             return x
         if dtype is not None and is_moment(path, start):
             return compress(x, dtype)

@@ -9,7 +9,7 @@ from flax.core import freeze
 from flax_inputs import X, all_products, dtypes, explain, products
 from linen_models import EACH_ITS_OWN, KEY, Block, Deep, Mlp, init, shapes
 
-from jmp_lite import PolicyMap, get_policy
+from jmp_lite import PolicyMap, autocast, get_policy
 from jmp_lite.linen import with_policy
 
 # flax's layers promote: a half-precision input meets float32 statistics.
@@ -225,3 +225,20 @@ def test_equal_models_under_equal_policies_are_equal():
     """So that `jax.jit` compiles once for both."""
     one, other = (with_policy(Deep(), "mixed_float16") for _ in range(2))
     assert (one, hash(one)) == (other, hash(other))
+
+
+class WithAutocast(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = autocast(nn.Dense(4), "mixed_bfloat16")(x)
+        return autocast(lambda x: jnp.tanh(nn.Dense(4)(x)), "mixed_bfloat16")(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_autocast_inside_of_a_model_creates_its_parameters_as_they_are(wrap):
+    model = WithAutocast()
+    variables = wrap(model.init)(KEY, X)
+    assert dtypes(variables) == {"float32"}
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(variables))
+    assert not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(variables))
+    assert all_products(model, X) == [("bfloat16",) * 3] * 2
