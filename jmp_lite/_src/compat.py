@@ -140,8 +140,8 @@ def is_unbound_linen_module(x: Any) -> bool:
 def is_linen_init() -> bool:
     """Return whether a linen module is creating its variables now."""
     context = getattr(sys.modules.get("flax.linen.module"), "_context", None)
-    stack = getattr(context, "module_stack", None) or [None]
-    return stack[-1] is not None and stack[-1].is_initializing()
+    module = (getattr(context, "module_stack", None) or [None])[-1]
+    return module is not None and module.is_initializing()
 
 
 def weakly_typed(x: jax.Array) -> jax.Array:

@@ -349,7 +349,7 @@ def test_a_step_on_an_explicit_mesh_has_the_numbers_of_one(dtype):
 def test_a_state_in_float64_stays_so_and_is_told():
     tx = low_precision_state(optax.sgd(0.1, momentum=0.9), "8bit")
     with jax.enable_x64(True), pytest.warns(UserWarning, match="moment in float32"):
-        state = tx.init(jnp.ones((64, 64), jnp.float64))
+        state: Any = tx.init(jnp.ones((64, 64), jnp.float64))
     assert state.inner_state[0].trace.dtype == jnp.float64
 
 

@@ -239,6 +239,5 @@ def test_autocast_inside_of_a_model_creates_its_parameters_as_they_are(wrap):
     model = WithAutocast()
     variables = wrap(model.init)(KEY, X)
     assert dtypes(variables) == {"float32"}
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(variables))
-    assert not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(variables))
+    assert all(x.is_fully_addressable for x in jax.tree.leaves(variables))  # no tracer
     assert all_products(model, X) == [("bfloat16",) * 3] * 2
