@@ -297,6 +297,7 @@ NUMERICS: list[Row] = [
     (lambda: num.value_stats(X, "f16", histogram="no"), "histogram to be True", "'no'"),
     (lambda: num.advise(loss, MIXED, previous=MIXED), "an Advice", "got get_policy("),
     (lambda: num.advise(lambda p: p["w"], MIXED)(P), "scalar", "(4, 2)", "loss itself"),
+    (lambda: num.advise(lambda p: None, MIXED)(P), "scalar, got None: pass the loss"),
     (lambda: num.first_nonfinite(loss(P, X)), "a function to watch, got Array(16."),
     (lambda: jax.jit(num.first_nonfinite(loss))(P, X), "outside", "track_nonfinite"),
     (lambda: num.first_nonfinite(lambda m: m(X))(LINEAR), "nnx module", "nnx.split"),

@@ -13,7 +13,7 @@ import numpy as np
 from jax.tree_util import Partial
 from jax.typing import DTypeLike
 
-from jmp_lite._src import arguments, reports
+from jmp_lite._src import arguments, reports, trees
 from jmp_lite._src.autocast import checks
 from jmp_lite._src.gradients import check_arguments, split_aux
 from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
@@ -347,11 +347,13 @@ def _scaled_step(
 ) -> Callable[..., Any]:
     def scaled(*args, **kwargs):
         loss, aux = split_aux(loss_fn(*args, **kwargs), has_aux)
-        if jnp.shape(loss) != ():
+        if not trees.is_number(loss) or np.ndim(loss):
+            is_array = trees.is_array(loss)
+            got = f"an array of shape {loss.shape}" if is_array else repr(loss)
             raise TypeError(
-                "Expected a loss function that returns a scalar, got an array of shape "
-                f"{jnp.shape(loss)}: pass the loss itself to advise, which takes its "
-                "gradient, not the model and not jax.grad(loss)."
+                f"Expected a loss function that returns a scalar, got {got}: pass the "
+                "loss itself to advise, which takes its gradient, not the model, nor "
+                "jax.grad(loss)."
             )
         return loss * scale, aux
 
