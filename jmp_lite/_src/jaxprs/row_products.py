@@ -33,7 +33,8 @@ def _is_of_rows(eqn: Eqn) -> bool:
     is_product = eqn.primitive.name == "dot_general"
     if not is_product or not all(map(core.is_f32, (*eqn.invars, *eqn.outvars))):
         return False
-    if any(mark in name_scopes.of(eqn) for mark in name_scopes.MARKS):
+    is_marked = any(mark in name_scopes.of(eqn) for mark in name_scopes.MARKS)
+    if is_marked or eqn.params.get("out_sharding") is not None:
         return False
     (summed, _), (batch, _) = eqn.params["dimension_numbers"]
     ranks = [len(core.shape(v)) for v in eqn.invars]
