@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+import bitwise
 import jax
 import jax.numpy as jnp
 import jaxprs
@@ -114,3 +115,30 @@ def test_the_setting_of_a_whole_program_counts_as_well():
     assert report.half_flops_share == 1 and report.matmul_precision == "highest"
     assert "float32 products are in 'highest' precision" in str(report.table().caption)
     assert explain(lambda w: w @ w, "mixed_bfloat16")(W).matmul_precision is None
+
+
+X = jnp.linspace(-1.0, 1.0, 64).reshape(8, 8)
+ROWS = jnp.array([3, 1, 4, 1, 5, 7, 2, 6])
+OPERANDS: dict[str, Any] = {
+    "transposed": lambda w: w.T,
+    "looked up": lambda w: w[ROWS],
+    "arithmetic": lambda w: 3 + jnp.tanh(w @ X),
+    "a product": lambda w: w @ X,
+    "in a jit": lambda w: jax.jit(jnp.transpose)(jnp.tanh(w @ X)),
+}
+
+
+@in_both_halves
+@pytest.mark.parametrize("name", OPERANDS)
+def test_what_a_product_in_float32_reads_is_not_rounded_for_it(half, name):
+    def fun(w):
+        return jnp.matmul(X, OPERANDS[name](w), precision="highest")
+
+    def scoped(w):
+        return full_precision(lambda a: X @ a)(OPERANDS[name](w))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # no product may be half
+        expected = X @ autocast(OPERANDS[name], half)(W)
+        for call in (fun, scoped):
+            bitwise.assert_same(autocast(call, half)(W), expected)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from arrays import error
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
@@ -371,6 +372,28 @@ def test_what_is_right_in_half_stays_in_half(make, policy):
     assert not any(row.overflow for row in advice.report.rows if row.is_half)
     got = jax.jit(jmp.autocast(loss, advice.policy))(*args)
     np.testing.assert_allclose(got, loss(*args), rtol=0.02)
+
+
+def test_gradients_reach_a_layer_in_float32_without_an_overflow():
+    """Nothing that the layer reads is half: nor are its gradients, in either order."""
+
+    def loss(w, x, y):
+        with jax.named_scope("norm"):
+            a, b = (jnp.tanh(v @ w) for v in (x, y))
+            a, b = (v / jnp.linalg.norm(v, axis=-1, keepdims=True) for v in (a, b))
+        with jax.named_scope("cosines"):
+            cosines = jnp.diagonal(a @ b.T)
+        with jax.named_scope("loss"):
+            return jnp.mean(jnp.sqrt(jnp.maximum(2 - 2 * cosines, 1e-12)))
+
+    w, x = RNG.normal(size=(8, 16)) / 3, jnp.asarray(X)
+    args = jnp.asarray(w, jnp.float32), x, x + 0.02 * x[::-1]
+    advice = advise(loss, "mixed_float16")(*args)
+    assert patterns(advice) == ["cosines"]
+    half, scale = jmp.autocast(loss, advice.policy), advice.loss_scale
+    found = jax.grad(lambda *args: scale.scale(half(*args)))(*args)
+    exact = jax.grad(loss)(*args)
+    assert error(scale.unscale(found), exact) < 0.05
 
 
 def test_the_rules_of_the_start_stay_behind_those_that_are_new():

@@ -200,9 +200,11 @@ class Analyzer:
             return Op(eqn, rules.SUB_JAXPRS, region, direction, bodies)
         op_class = self.table.class_of(name)
         if op_class == "half":
-            rule = self._product_rule(eqn, region, direction, order)
             is_filled_in = id(eqn) in self.filled_in
-            return Op(eqn, rule, region, direction, (), "", is_filled_in)
+            why_not = products.why_not_half(eqn, is_filled_in, self.compute_dtype)
+            rule = self._product_rule(eqn, region, direction, order)
+            rule = rules.WRITTEN if why_not else rule
+            return Op(eqn, rule, region, direction, (), why_not)
         reason = why_written(eqn) if op_class == "unchanged" else ""
         rule = rules.rule_for(eqn, op_class, self.is_arithmetic(eqn))
         return Op(eqn, rule, region, direction, (), reason)

@@ -56,15 +56,22 @@ class Use:
       NEAR, TERMS, ALL: which digits are asked for, see above.
       DIGITS: the mask of these three.
       SUMMED: a sum with the result of a product, as a residual stream, reads it.
+      WIDE: a matrix product that runs as it is written, in float32, reads it.
     """
 
     HALF, FLOAT32, RETURNED = 1, 2, 4
     NEAR, TERMS, ALL = 8, 16, 32
     DTYPE, DIGITS = 7, 56
-    SUMMED = 64
+    SUMMED, WIDE = 64, 128
 
 
 NEAR, TERMS, ALL = Use.NEAR, Use.TERMS, Use.ALL
+
+
+def is_wide(use: int) -> bool:
+    """Return whether products read a value, and all of them in float32."""
+    return use & (Use.WIDE | Use.HALF) == Use.WIDE
+
 
 # How many terms a sum has whose roundings cancel.
 _MANY = 16

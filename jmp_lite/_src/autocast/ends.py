@@ -65,4 +65,4 @@ def _behind_products(
 
 
 def _has_product(op: Op) -> bool:
-    return products.count(op.eqn) > 0 if op.bodies else op.rule.is_source
+    return op.rule.is_source or products.count(op.eqn) > 0

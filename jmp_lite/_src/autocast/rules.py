@@ -35,7 +35,14 @@ from jmp_lite._src.autocast.storage import (
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Var
-from jmp_lite._src.jaxprs.primitives import CALLS, CAST, CLASSES, LOOPS, Fact, facts
+from jmp_lite._src.jaxprs.primitives import (
+    CALLS,
+    CAST,
+    CLASSES,
+    LOOPS,
+    Fact,
+    facts,
+)
 
 # What is smaller is a scalar or a few of them, and no array that pays to round.
 _FEW = 64
@@ -52,7 +59,6 @@ class Op(NamedTuple):
     direction: Direction
     bodies: tuple[SubJaxpr, ...] = ()
     reason: str = ""  # why it runs as it is written
-    is_filled_in: bool = False  # whether it is a product whose precision the caller set
 
 
 class Body(NamedTuple):
@@ -109,7 +115,12 @@ class Rule:
         if op.eqn.effects:  # as of a callback
             pairs = zip(asked, op.eqn.invars, strict=True)
             asked = [x if core.is_float(v) else Use.ALL for x, v in pairs]
-        return [Use.FLOAT32 | x for x in asked]
+        known, read = facts(op.eqn.primitive.name), Use.FLOAT32
+        if known & Fact.PRODUCT:
+            read |= Use.WIDE
+        elif known & Fact.MOVES:
+            read |= core.bit_or(uses) & Use.WIDE
+        return [read | x for x in asked]
 
     def stores(
         self, op: Op, ins: Sequence[Held], uses: Sequence[int], body: Body
@@ -159,11 +170,8 @@ class Product(Rule):
         return [Use.HALF] * len(op.eqn.invars)
 
     def stores(self, op, ins, uses, body):
-        why_not = products.why_not_half(op.eqn, op.is_filled_in, body.compute_dtype)
         if all(held == OTHER for held in ins):
-            why_not = why_not or "no f32 operand"
-        if why_not:
-            return WRITTEN.as_written(op, why_not)
+            return WRITTEN.as_written(op, "no f32 operand")
         is_half = has_half_result(op, uses[0], body)
         reasons = [
             f"not in fp8: {self.why_not_fp8}" if self.why_not_fp8 else "",
@@ -241,10 +249,10 @@ class CastByHand(Rule):
 def has_half_result(op: Op, use: int, body: Body) -> bool:
     """Return whether the result of a product is stored in half, by what reads it."""
     by_scope = op.region.half_results
-    asked = Use.DIGITS
+    asked, is_wide = Use.DIGITS, digits.is_wide(use)
     if products.is_convolution(op.eqn):  # which costs GPUs a product in float32
-        asked &= ~Use.TERMS
-    if by_scope is False or use & asked:
+        asked, is_wide = asked & ~Use.TERMS, False
+    if by_scope is False or use & asked or is_wide:
         return False
     if body.place.direction is Direction.RECOMPUTED:  # nothing may depend on the uses
         return by_scope is True
@@ -362,7 +370,7 @@ class Move(Rule):
     def _is_half(self, op: Op, ins: Sequence[Held], use: int, body: Body) -> bool:
         """Return whether a result is stored in half."""
         eqn, floats = op.eqn, [held for held in ins if held != OTHER]
-        if use & Use.DIGITS:
+        if use & Use.DIGITS or digits.is_wide(use):
             return False
         if HALF in floats:
             size = core.size(eqn.outvars[0])

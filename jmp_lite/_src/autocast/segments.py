@@ -38,7 +38,7 @@ from jmp_lite._src.autocast.arithmetic import (
     summed_backward,
     without_gradients,
 )
-from jmp_lite._src.autocast.digits import Structure, Use
+from jmp_lite._src.autocast.digits import Structure, Use, is_wide
 from jmp_lite._src.autocast.parts import find_parts
 from jmp_lite._src.autocast.storage import (
     HALF,
@@ -262,23 +262,16 @@ class Search:
 
     def _is_stored_in_half(self, var: Var) -> bool:
         use, readers = self.uses[var], self._outside(var)
-        if use & (Use.DIGITS | Use.RETURNED) or not core.is_f32(var):
+        if use & (Use.DIGITS | Use.RETURNED) or is_wide(use) or not core.is_f32(var):
             return False
         if var not in self.returned and all(self._runs_beside(var, r) for r in readers):
             return False
         if self._is_of_softmax(var) or var in self.ends.kept:
             return False
-        is_read = var not in self.returned
-        if is_read and readers and all(map(self._is_f32_product, readers)):
-            return False
         if self.held[var] == HALF or use & Use.DTYPE == Use.HALF:
             return True
+        is_read = var not in self.returned
         return is_read and all(self._reads_half(r, var) for r in readers)
-
-    def _is_f32_product(self, i: int) -> bool:
-        """Return whether an equation is a product that runs as it is written."""
-        is_product = has(self.eqns[i].primitive.name, Fact.PRODUCT)
-        return is_product and not self.plans[i].is_half_product
 
     def _is_of_softmax(self, var: Var) -> bool:
         """Return whether a softmax reads a value that no segment makes again.
