@@ -144,9 +144,9 @@ class OpRules:
     @property
     def recomputes(self) -> bool:
         """Whether the backward pass computes norms and activations again."""
-        return (
-            jax.default_backend() != "tpu" if self.recompute is None else self.recompute
-        )
+        if self.recompute is None:
+            return jax.default_backend() != "tpu"
+        return self.recompute
 
     def class_of(self, primitive: str) -> str:
         """Return the class of a primitive, `"unchanged"` if it is not listed."""
