@@ -556,7 +556,8 @@ def test_what_looks_like_a_mistake_and_is_none(folder: Path) -> None:
         compat.check_jax(newer)
     # A function, as the error says of a module: inside of a model it is one.
     bound = nn.Sequential([lambda x: jmp.autocast(nn.Dense(4), MIXED)(x)])
-    assert "f16" in str(jax.make_jaxpr(bound.init_with_output)(KEY, X))
+    variables = bound.init(KEY, X)
+    assert "f16" in str(jax.make_jaxpr(bound.apply)(variables, X))
     assert jmp.half_dtype("cuda") == F16
     assert TX.update(P, S, P, value=True)[1].last_finite
     assert jax.eval_shape(lambda p: linen_state(p, tx=TX), NAN).step.shape == ()

@@ -92,7 +92,7 @@ OPTIMISERS: dict[str, tuple[Any, set[str]]] = {
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_moments_are_stored_in_low_precision_and_nothing_else(name):
     tx, expected = OPTIMISERS[name]
-    said = r"stores all of the state in float32: .* where=lambda"
+    said = r"stores all of the state as it is: .* where=lambda"
     warns = pytest.warns(UserWarning, match=said)
     with contextlib.nullcontext() if expected else warns:
         assert _stored(tx) == expected
@@ -198,10 +198,10 @@ def test_where_chooses_among_all_leaves_in_the_shapes_of_parameters():
 def test_a_state_without_moments_stays_in_float32_and_says_so():
     # `mu` is the key of a dict here: it names no field of an optax state.
     tx = _optimiser(mu=jnp.zeros_like, other=jnp.zeros_like)
-    said = r"all of the state in float32: .*names.*\['mu', 'other'\].*where=lambda"
+    said = r"all of the state as it is: .*names.*\['mu', 'other'\].*where=lambda"
     with pytest.warns(UserWarning, match=said):
         assert not _stored(tx)
-    with pytest.warns(UserWarning, match=r"float32: by where=.*\['mu', 'other'\]"):
+    with pytest.warns(UserWarning, match=r"as it is: by where=.*\['mu', 'other'\]"):
         assert not _stored(tx, where=lambda path: False)
     assert not _stored(optax.sgd(1e-3))  # which has no state
     with pytest.raises(TypeError, match="where to be a function .*, got 'mu'"):

@@ -41,6 +41,13 @@ class OpStats:
       reads_half: whether it is a product of half operands.
       cause: the layer, primitive and line of the operation that rounded away the digits
         that are missing here; None if that is this one.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jmp_lite.numerics import dry_run
+      >>> report = dry_run(jnp.dot, "mixed_float16")(jnp.ones((8, 8)), jnp.eye(8))
+      >>> [row.primitive for row in report.rows]
+      ['lhs of dot_general', 'rhs of dot_general', 'dot_general']
     """
 
     layer: str
@@ -124,8 +131,6 @@ class DryRunReport(reports.Report):
       >>> import jax.numpy as jnp
       >>> from jmp_lite.numerics import dry_run
       >>> report = dry_run(jnp.dot, "mixed_float16")(jnp.ones((8, 8)), jnp.eye(8))
-      >>> [row.primitive for row in report.rows]
-      ['lhs of dot_general', 'rhs of dot_general', 'dot_general']
       >>> DryRunReport.from_json(report.to_json()) == report
       True
     """

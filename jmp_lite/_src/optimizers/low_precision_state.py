@@ -257,8 +257,8 @@ def _store_moments(state: T, params: optax.Params, choice: "_Choice") -> T:
         names = "by their names in optax"
         reason = names if choice.where is None else "by where="
         warnings.warn(
-            f"low_precision_state stores all of the state as it is: {reason}, none "
-            f"of {others[:4]} is a moment in float32. Choose those that are averages: "
+            f"low_precision_state stores all of the state as it is: {reason}, none of "
+            f"{others[:4]} is a moment in float32. Choose those that are averages: "
             "where=lambda path: ...",
             stacklevel=3,
         )
