@@ -415,6 +415,10 @@ ARGUMENTS: list[Row] = [
     (lambda: jmp.scale_aware(ADAM).init({"w": "no"}), "as parameters, got 'no' at"),
     (lambda: TX.update(None, S, P), "Expected gradients, got None"),
     (lambda: TX.update(stacked(P), S, P), "an update of shape (2, 2) at 'b', not (2,)"),
+    (
+        lambda: TX.update({**P, "b": jnp.ones(3)}, S, P),
+        "an update of shape (3,) at 'b', not (2,)",
+    ),
     (lambda: MASTERS.update([X], MASTERS.init(H), [X]), "the state is of", "a list in"),
     (lambda: MASTERS.update(H, MASTERS.init(P), stacked(P)), "(2, 2) at 'b', not (2,)"),
     (lambda: MASTERS.update(stacked(H), MASTERS.init(H), H), "update of shape (2, 2)"),

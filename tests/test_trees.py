@@ -190,15 +190,28 @@ def test_equal_leaves_that_are_no_numbers_come_back(kind):
     assert select_tree(False, {"x": x}, {"x": y})["x"] is x
 
 
-def test_an_array_that_is_twice_in_a_tree_is_copied():
-    w, key = jnp.arange(8.0), jax.random.key(0)
-    tree = {"a": [w, key, np.ones(2), jnp.zeros(0), 3.0, None], "b": [w, key]}
-    own = trees.copy_shared_arrays(tree)
+def test_copy_shared_buffers_copies_the_later_of_two_that_share_a_buffer():
+    mesh = jax.make_mesh((8,), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    w, cut, key = jnp.arange(8.0), jnp.arange(8.0), jax.random.key(0)
+    cut = jax.device_put(cut, sharding)
+    tree = {
+        "a": [w, cut, key, np.ones(2), jnp.zeros(0), 3.0, None],
+        # Other arrays, and no copies.
+        "b": [w, jax.device_put(w, jax.devices()[0]), cut.addressable_shards[2].data],
+        "c": [jax.device_put(cut, sharding), jax.random.key_data(key), jnp.arange(8.0)],
+    }
+    own = trees.copy_shared_buffers(tree)
     assert all(x is y for x, y in zip(own["a"], tree["a"], strict=True))
-    jax.tree.map(lambda x: x.delete(), own["a"][:2])
-    assert own["b"][0].tolist() == list(range(8))
-    assert own["b"][1] == jax.random.key(0)
-    x, y = jax.jit(lambda x: trees.copy_shared_arrays((x, x)))(jnp.ones(2))
+    assert own["c"][2] is tree["c"][2]
+    jax.tree.map(lambda x: x.delete(), [own["a"][:3]])
+    for name in "bc":
+        for x in own[name]:
+            assert not x.is_deleted()
+    assert float(own["b"][2][0]) == 2.0 and float(own["b"][1][3]) == 3.0
+    assert own["c"][0].sharding == sharding
+    # Under jit there are no buffers yet.
+    x, y = jax.jit(lambda x: trees.copy_shared_buffers((x, x)))(jnp.ones(2))
     assert x is not y
     shape = jax.ShapeDtypeStruct((2,), jnp.float32)
-    assert trees.copy_shared_arrays((shape, shape)) == (shape, shape)
+    assert trees.copy_shared_buffers((shape, shape)) == (shape, shape)

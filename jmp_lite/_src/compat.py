@@ -51,7 +51,7 @@ from jax._src.lax import lax as lax_private
 from jax._src.source_info_util import Frame, SourceInfo
 from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
 from jax.experimental import jet
 
 if TYPE_CHECKING:
@@ -165,6 +165,25 @@ def computed_once(x: jax.Array) -> jax.Array:
         one = (bits.astype(jnp.uint16).astype(jnp.uint32) >> 16) + 1
         x = jax.lax.bitcast_convert_type(jax.lax.div(bits, one), jnp.float32)
     return x
+
+
+def buffer_ids(x: object) -> set[object]:
+    """Return an identifier for each buffer of an array; a tracer has none.
+
+    Several arrays can share a buffer: `jax.device_put` to the device of an array, its
+    shards, and `key_data` make no copies.
+    """
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.size == 0:
+        return set()
+    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    try:
+        return {
+            (shard.device, shard.data.unsafe_buffer_pointer())
+            for shard in x.addressable_shards
+        }
+    except Exception:  # backends without addresses raise different errors
+        return {id(x)}
 
 
 def versions() -> dict[str, str]:

@@ -7,7 +7,7 @@ handles; all others are returned as the same objects.
 
 import dataclasses
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jmp_lite._src import arguments, dtypes
+from jmp_lite._src import arguments, compat, dtypes
 
 T = TypeVar("T")
 
@@ -187,19 +187,34 @@ def worst_number(tree: PyTree) -> jax.Array:
     return jnp.max(jnp.stack(worst))
 
 
+_FACTOR = 2.0**65  # of small numbers, and of large ones its inverse
+
+
 def norm(tree: PyTree) -> jax.Array:
     """Return the 2-norm of the floating and complex arrays of a tree, f32 `[]`.
 
-    It is right for all normal numbers, also where their squares are inf or 0.
+    It is right for all normal numbers, also where their squares are inf or 0, in one
+    pass over each array.
     """
-    leaves = [with_value(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
-    sizes = [jnp.abs(jnp.asarray(x)).astype(jnp.float32) for x in leaves]
-    if not sizes:
-        return jnp.float32(0)
-    largest = jnp.stack([jnp.max(x, initial=0) for x in sizes]).max()
-    unit = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)
-    squares = [jnp.square(x / unit).sum() for x in sizes]
-    return unit * jnp.sqrt(jnp.stack(squares).sum())
+    totals = [jnp.float32(0)] * 3
+    for leaf in filter(is_inexact, jax.tree.leaves(tree)):
+        x = jnp.asarray(leaf)
+        for part in (x.real, x.imag) if jnp.iscomplexobj(x) else (x,):
+            size = jnp.abs(part)
+            factor, zero = jnp.asarray(_FACTOR, part.dtype), np.zeros((), part.dtype)
+            # Without a choice, XLA squares first.
+            large = jnp.where(size > 1, part / factor, zero)
+            small = jnp.where(size < 1, part * factor, zero)
+            squares = [jnp.square(x) for x in (part, large, small)]
+            sums = jax.lax.reduce(squares, [zero] * 3, _added, range(part.ndim))
+            totals = _added(totals, [x.astype(jnp.float32) for x in sums])
+    plain, of_large, of_small = (jnp.sqrt(x) for x in totals)
+    finite = jnp.where(plain < 2.0**-30, of_small / _FACTOR, plain)
+    return jnp.where(jnp.isinf(plain), of_large * _FACTOR, finite)
+
+
+def _added(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+    return [x + y for x, y in zip(a, b, strict=True)]
 
 
 def is_inexact(x: Leaf) -> bool:
@@ -230,16 +245,20 @@ def select_tree(pred: ArrayLike, a: T, b: T) -> T:
     return jax.tree.map_with_path(lambda path, x, y: _select(pred, x, y, path), a, b)
 
 
-def copy_shared_arrays(tree: T) -> T:
-    """Return a tree in which no jax array is twice, so that it can be donated."""
+def copy_shared_buffers(tree: T) -> T:
+    """Return a tree in which no two jax arrays share a buffer, so it can be donated.
+
+    If arrays share a buffer, all but the first of them are copied.
+    """
     seen = set()
 
-    def copy_if_seen(x):
-        is_shared = isinstance(x, jax.Array) and id(x) in seen
-        seen.add(id(x))
-        return jnp.copy(x) if is_shared else x
+    def copy_if_shared(x):
+        buffers = compat.buffer_ids(x)
+        x = x if seen.isdisjoint(buffers) else jnp.copy(x)
+        seen.update(buffers)
+        return x
 
-    return jax.tree.map(copy_if_seen, tree)
+    return jax.tree.map(copy_if_shared, tree)
 
 
 def first_difference(

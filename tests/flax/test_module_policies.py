@@ -1,5 +1,7 @@
 """Which policy a module has: by path, else by class, else by the enclosing module."""
 
+import warnings
+
 import jax.numpy as jnp
 import pytest
 
@@ -69,6 +71,17 @@ def test_which_rule_a_module_has(case):
     found = ModulePolicies(PolicyMap(default, rules), classes).resolve(MODULES)
     computes = [jnp.dtype(of.policy.compute_dtype).name for of in found.values()]
     assert computes == expected
+
+
+def test_a_policy_of_which_no_pattern_is_a_path_warns():
+    """As of `numerics.advise`, whose names are autocast's scopes."""
+    policy = PolicyMap("mixed_float16", {"Model/encoder": "full"}, allow_unused=True)
+    with pytest.warns(UserWarning, match="rules do nothing.*'Model/encoder'"):
+        ModulePolicies(policy).resolve(MODULES)
+    some = PolicyMap("full", {"encoder": "full", "no/such": "full"}, allow_unused=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ModulePolicies(some).resolve(MODULES)
 
 
 def test_a_rule_starts_at_a_module_that_it_matches_if_the_enclosing_one_has_another():

@@ -292,10 +292,22 @@ def squares_of_one_array_moved_twice(move, x):
     return x * jnp.vdot(move(x), move(x))
 
 
+@behind_moves("squares-in-half", X, behind=MOVES)
+def squares_of_both_parts(move, x):
+    """Of a complex number, as `optax.global_norm` takes them."""
+    return jnp.sum(move(jnp.square(x) + jnp.square(0 * x)).astype(F32))
+
+
 @behind_moves("positions-in-half", bf16(4, 8), policy="mixed_bfloat16")
 def angles(move, x):
     position = jnp.arange(200, 232).reshape(4, 8).astype(jnp.bfloat16)
     return jnp.sin(move(position) * move(x))
+
+
+@behind_moves("positions-in-half", X)
+def angles_cast_too_late(move, x):
+    position = jnp.arange(8160, 8192, dtype=F32).reshape(4, 8)
+    return x[0, 0] * jnp.sin(move(position / 3).astype(F16))
 
 
 @pytest.mark.standard_promotion

@@ -1,5 +1,6 @@
 """What half precision cannot be compared with is refused, and the remedy is named."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -118,15 +119,15 @@ def test_the_text_names_some_products_by_layer_and_counts_the_others():
     assert "policy_model.module" in text
 
 
-def one_product_in_half(half: str) -> Any:
-    """Return a loss, one of whose products is in half."""
+def one_product_in_half(half: str, factor: float = 1.0) -> Any:
+    """Return a loss, one of whose products is in half, where a factor may overflow."""
 
     def loss(w, x):
         for _ in range(3):
             x = jnp.tanh(x @ w)
         with jax.named_scope("chosen"):
-            x = x.astype(half) @ w.astype(half)
-        return jnp.mean(jnp.tanh(x.astype(jnp.float32)))
+            x = (factor * x).astype(half) @ (factor * w).astype(half)
+        return jnp.mean(jnp.tanh(x.astype(jnp.float32)))  # finite again
 
     return loss
 
@@ -154,6 +155,15 @@ def test_a_product_in_a_loop_counts_in_each_iteration() -> None:
 
     with pytest.raises(ValueError, match="67% of its matrix-product FLOPs in float16"):
         dry_run(loss, "mixed_float16")(W, X)
+
+
+def test_what_overflows_in_half_in_the_program_itself_is_refused():
+    text = "not finite by itself: dot_general .float16, forward. in chosen at "
+    for look in (dry_run, advise):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            with pytest.raises(ValueError, match=text):
+                look(one_product_in_half("float16", 1e3), "mixed_float16")(W, X)
 
 
 def infinite(w, x):

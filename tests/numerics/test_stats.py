@@ -289,7 +289,9 @@ def test_the_statistics_of_steps_are_stacked_and_read_one_by_one():
 
 
 @pytest.mark.parametrize("histogram", [True, False])
-@pytest.mark.parametrize("tree", [TREE, {"x": np.array([2.0**-140, 3e38], np.float32)}])
+@pytest.mark.parametrize(
+    "tree", [TREE, {}, {"x": np.array([2.0**-140, 3e38], np.float32)}]
+)
 def test_json_brings_back_every_bit(tree, histogram):
     found = tree_stats(tree, "f16", histogram=histogram)
     text = found.to_json()

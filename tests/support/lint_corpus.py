@@ -176,12 +176,6 @@ def squares_of_einsum_under_vmap_and_remat(x):
     return jnp.einsum("i,i->", x, x)  # hazard: squares-in-half
 
 
-@in_float16(f16(8), f16(8))
-def squares_of_real_and_imaginary_parts(x, y):
-    size = jnp.square(x) + jnp.square(y)  # hazard: squares-in-half squares-in-half
-    return x / jnp.sqrt(jnp.sum(size))
-
-
 @in_bfloat16(bf16(4, 8), bf16(4, 8), under=jax.value_and_grad)
 def loss(x, y):
     return jnp.mean(jnp.abs(x - y))  # hazard: loss-in-half
@@ -273,13 +267,6 @@ def rotary_angles(x):
 def rotary_angles_cast_too_early(x, position):
     angle = jnp.einsum("t,f->tf", position.astype(x.dtype), x[0])
     return jnp.concatenate([jnp.sin(angle), x], -1)  # hazard: positions-in-half
-
-
-@in_float16(f16(8192, 8))
-def rotary_angles_cast_too_late(x):
-    position = jnp.arange(x.shape[0], dtype=F32)
-    angle = position[:, None] * 1e4 ** -np.linspace(0, 1, 8, dtype=np.float32)
-    return x * jnp.cos(angle.astype(x.dtype))  # hazard: positions-in-half
 
 
 @in_float16(f32(8, 8), under=in_autocast)

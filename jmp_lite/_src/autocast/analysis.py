@@ -92,8 +92,8 @@ class Analyzer:
         with half_calls.inside(dtype, by_scope):
             traced, filled_in = matmul_precision.trace_filled_in(fun, *args, **options)
         self.filled_in |= filled_in
-        closed = row_products.as_sums(masks.read_off_results(traced.closed))
-        closed = merge.merge_equal(closed)
+        closed = row_products.as_sums(traced.closed)
+        closed = merge.merge_equal(masks.read_off_results(closed))
         if not self._is_fitted:  # what is traced later is a rule for derivatives
             self.regions.fit(name_scopes.scopes_in(closed))
             self._is_fitted = True
@@ -202,9 +202,10 @@ class Analyzer:
         if op_class == "half":
             is_filled_in = id(eqn) in self.filled_in
             why_not = products.why_not_half(eqn, is_filled_in, self.compute_dtype)
+            if why_not:
+                return Op(eqn, rules.WRITTEN, region, direction, (), why_not)
             rule = self._product_rule(eqn, region, direction, order)
-            rule = rules.WRITTEN if why_not else rule
-            return Op(eqn, rule, region, direction, (), why_not)
+            return Op(eqn, rule, region, direction)
         reason = why_written(eqn) if op_class == "unchanged" else ""
         rule = rules.rule_for(eqn, op_class, self.is_arithmetic(eqn))
         return Op(eqn, rule, region, direction, (), reason)

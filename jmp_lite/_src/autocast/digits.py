@@ -67,16 +67,15 @@ class Use:
 
 NEAR, TERMS, ALL = Use.NEAR, Use.TERMS, Use.ALL
 
-
-def is_wide(use: int) -> bool:
-    """Return whether products read a value, and all of them in float32."""
-    return use & (Use.WIDE | Use.HALF) == Use.WIDE
-
-
 # How many terms a sum has whose roundings cancel.
 _MANY = 16
 # A mean of fewer arrays is near each of them: what it is subtracted from cancels.
 _OF_A_NORM = 8
+
+
+def is_wide(use: int) -> bool:
+    """Return whether products read a value, and all of them in float32."""
+    return use & (Use.WIDE | Use.HALF) == Use.WIDE
 
 
 class Structure(NamedTuple):

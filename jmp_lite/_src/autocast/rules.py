@@ -35,14 +35,7 @@ from jmp_lite._src.autocast.storage import (
 from jmp_lite._src.jaxprs import binding, core
 from jmp_lite._src.jaxprs.control_flow import SubJaxpr
 from jmp_lite._src.jaxprs.core import Eqn, Var
-from jmp_lite._src.jaxprs.primitives import (
-    CALLS,
-    CAST,
-    CLASSES,
-    LOOPS,
-    Fact,
-    facts,
-)
+from jmp_lite._src.jaxprs.primitives import CALLS, CAST, CLASSES, LOOPS, Fact, facts
 
 # What is smaller is a scalar or a few of them, and no array that pays to round.
 _FEW = 64
@@ -249,10 +242,10 @@ class CastByHand(Rule):
 def has_half_result(op: Op, use: int, body: Body) -> bool:
     """Return whether the result of a product is stored in half, by what reads it."""
     by_scope = op.region.half_results
-    asked, is_wide = Use.DIGITS, digits.is_wide(use)
+    needs_float32 = use & Use.DIGITS or digits.is_wide(use)
     if products.is_convolution(op.eqn):  # which costs GPUs a product in float32
-        asked, is_wide = asked & ~Use.TERMS, False
-    if by_scope is False or use & asked or is_wide:
+        needs_float32 = use & Use.DIGITS & ~Use.TERMS
+    if by_scope is False or needs_float32:
         return False
     if body.place.direction is Direction.RECOMPUTED:  # nothing may depend on the uses
         return by_scope is True

@@ -6,6 +6,7 @@ Shared by the `with_policy` of linen and of nnx; does not import flax.
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
@@ -139,6 +140,13 @@ class ModulePolicies:
         fitted.check_unused(modules)
         patterns = [pattern for pattern, _ in fitted.rules]
         found = {path: first_match(patterns, path) for path in modules}
+        if patterns and set(found.values()) == {None}:
+            given = [pattern for pattern, _ in self.policy.rules[:5]]
+            warnings.warn(
+                "No pattern of the PolicyMap is a path of the model: its rules do "
+                f"nothing. Got {given}; paths are {[*modules][1:6]}.",
+                stacklevel=3,
+            )
         present = tuple(modules.values())
         for cls, _ in self.classes:
             if self.policy.allow_unused or any(issubclass(c, cls) for c in present):

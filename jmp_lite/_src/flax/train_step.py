@@ -121,7 +121,7 @@ def first(state: S) -> S:
     # In the types of the next state, so that a step compiles once.
     state = jax.tree.map(base.strongly_typed, state)
     # A step may donate the state, and a buffer can be donated only once.
-    return trees.copy_shared_arrays(state)
+    return trees.copy_shared_buffers(state)
 
 
 def warn_of_old_statistics(statistics: PyTree, argument: str) -> None:

@@ -122,8 +122,8 @@ def measure(
     values, shadows = [out.value for out in outs], [out.shadow for out in outs]
     lows = runs.values_of(compute_dtype, plan.jaxpr.outvars, shadows)
     numbers = [x for x in values if runs.is_floating(x)]
-    if not all(jnp.isfinite(x).all() for x in numbers):
-        found = nonfinite.locate(planned.traced, args_and_kwargs)
+    if not (observer.is_finite_in_half and all(jnp.isfinite(x).all() for x in numbers)):
+        found = nonfinite.locate(planned.traced, args_and_kwargs, in_half=True)
         _check_is_finite(found, numbers, caller)
     return Measured(
         outs=values,
@@ -184,9 +184,10 @@ def _products(
 def _check_is_finite(
     found: nonfinite.NonFinite | None, results: Sequence[Array], caller: str
 ) -> None:
-    """Raise if an operation of the float32 run made a result that is not finite.
+    """Raise if an operation of the float32 run made a number that is not finite.
 
-    Infinite inputs, such as masks, may be results, NaNs may not.
+    That is found in its results, or in half. Infinite inputs, such as masks, may be
+    results, NaNs may not.
     """
     has_nan = any(jnp.isnan(x).any() for x in results)
     came_in = found is None or found.primitive in ("argument", "constant")

@@ -76,6 +76,8 @@ class Lockstep(Observer):
         self.limit = ROUNDINGS * float(jnp.finfo(low_dtype).eps)
         # Per site: of the two operands of a product that reads half, and of the result.
         self._records: list[list[Record | None]] = [[None] * 3 for _ in known]
+        # Whether what the program has in half itself is finite.
+        self.is_finite_in_half = True
 
     def observe(self, op: Operation) -> Sequence[Tag]:
         operands = [*op.tags, *op.also]
@@ -93,6 +95,8 @@ class Lockstep(Observer):
                 tags.append(Tag(worst.error, worst.source, backward))
                 continue
             found, error = self._compare(full, low)
+            if found.nonfinite and dtypes.is_half(full.dtype):
+                self.is_finite_in_half = False
             added = _added_error(error, worst.error)
             source = self._source(op, full, low, added, operands)
             self._add(op.site, 2, Record(found, error, added, backward, source, dtype))

@@ -252,9 +252,14 @@ def _tracker_of(traced: Traced, origin: Array, arguments: Any) -> NonFiniteTrack
     return NonFiniteTracker(origin, tuple(known), tuple(names))
 
 
-def locate(traced: Traced, arguments: Any) -> NonFinite | None:
-    """Run a traced call on the host; return what made its first NaN or inf."""
-    origin, ranges = find(traced)
+def locate(
+    traced: Traced, arguments: Any, *, in_half: bool = False
+) -> NonFinite | None:
+    """Run a traced call on the host; return what made its first NaN or inf.
+
+    `in_half`: an operation in half counts even if its numbers reach no result.
+    """
+    origin, ranges = find(traced, in_half)
     found = _tracker_of(traced, origin, arguments).report()
     return found and dataclasses.replace(found, operands=ranges)
 

@@ -61,14 +61,18 @@ def watch(traced: Traced) -> tuple[list[Array], Array]:
     return [x for x, _ in outs], origin
 
 
-def find(traced: Traced) -> tuple[np.ndarray, OperandRanges]:
-    """Observe a traced function on the host: the earliest origin, the ranges there."""
+def find(traced: Traced, in_half: bool) -> tuple[np.ndarray, OperandRanges]:
+    """Observe a traced function on the host: the earliest origin, the ranges there.
+
+    `in_half`: operations in half are origins, too, if no result has their numbers.
+    """
     jaxpr, consts = compat.open_jaxpr(traced.closed), compat.consts_of(traced.closed)
     observer = _OriginObserver()
     run = Run(observer)
     cells = [run.cell(x, of_argument(x, i)) for i, x in enumerate(traced.args)]
     outs, _ = run.run(jaxpr, consts, cells)
-    origin = np.asarray(first([NONE, *(cell.tag for cell in outs)]))
+    inside = observer.in_half if in_half else NONE
+    origin = np.asarray(first([inside, *(cell.tag for cell in outs)]))
     return origin, observer.ranges.get(int(origin[0]), ())
 
 
@@ -96,6 +100,7 @@ class _OriginObserver(_Origins, Observer):
     def __init__(self):
         # By `eqn_count`, of operations that are an origin.
         self.ranges: dict[int, OperandRanges] = {}
+        self.in_half = NONE  # the earliest origin that is in half
 
     def observe(self, op: Operation) -> list[Array]:
         return [self._origin(op, out) for out in op.outs]
@@ -109,6 +114,9 @@ class _OriginObserver(_Origins, Observer):
         if found[0] == op.eqn_count:
             floats = [x for x in op.ins if x is not None and is_floating(x)]
             self.ranges[op.eqn_count] = tuple(map(_range, floats[:_OPERANDS]))
+            # Not by a constant: an infinite one may be where a maximum starts.
+            if dtypes.is_half(out.dtype) and found[1] == op.site:
+                self.in_half = first([self.in_half, found])
         return found
 
 
@@ -230,7 +238,7 @@ def _any(masks: list[Array], xp: ModuleType) -> Sequence[ArrayLike]:
     """Return which masks, all of one shape, hold anywhere."""
     if xp is np:
         return [mask.any() for mask in masks]
-    # One reduction of all: for each, XLA on the CPU would keep and read the array.
+    # One reduction of all: XLA on the CPU reads an array once for each.
     false = [np.bool_(False)] * len(masks)
     return jax.lax.reduce(masks, false, _either, range(jnp.ndim(masks[0])))
 
@@ -243,7 +251,9 @@ def _range(x: Array) -> tuple[float, float]:
     """Return the smallest and the largest number, or magnitude, in an array."""
     xp = _library(x)
     number = xp.abs(x) if xp.iscomplexobj(x) else xp.asarray(x)
-    return float(number.min(initial=np.inf)), float(number.max(initial=-np.inf))
+    if not number.size:
+        return (np.inf, -np.inf)
+    return float(number.min()), float(number.max())
 
 
 def _library(*arrays: ArrayLike) -> ModuleType:

@@ -9,6 +9,7 @@ time, so operations that compute the same share one program, and NumPy does the
 checking: to compile a check after each would take a minute for a model of two layers.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -76,8 +77,8 @@ class Run(Interpreter):
     def __init__(self, observer: Observer, emitter: Emitter | None = None):
         self.observer, self.emitter = observer, emitter
         self.half_dtype = emitter and np.dtype(emitter.half_dtype)
-        # By the identity of an equation and its plan, which are kept alive beside it.
-        self._programs: dict[tuple[int, int], tuple[Any, ...]] = {}
+        # By the identity of an equation and its plan, which are kept alive.
+        self._programs: dict[tuple[int, int], Callable[..., _Computed]] = {}
 
     def cell(self, value: Array, tag: Any) -> Cell:
         """Return the cell of what came in, which is its own shadow."""
@@ -125,7 +126,7 @@ class Run(Interpreter):
         if self.emitter:
             pairs = zip(outs, shadows, strict=True)
             shadows = [x if low is None else low for x, low in pairs]
-        low_ins, low_outs = list(map(_stored, lows)), list(map(_stored, shadows))
+        low_ins, low_outs = _read_by(eqn_plan, lows), list(map(_stored, shadows))
         arrays = [*values, *outs, *low_ins, *low_outs, *multiplied]
         # Each once: what is its own shadow still is.
         looked = {id(x): look(x) for x in arrays if x is not None and is_floating(x)}
@@ -157,18 +158,18 @@ class Run(Interpreter):
         """Return what runs an equation; equal ones share what JAX has compiled."""
         key = id(eqn), id(plan)
         if key in self._programs:
-            return self._programs[key][0]
-        has_jaxprs = bool(compat.jaxprs_of(eqn))
-        emitter = self.emitter if has_jaxprs else None
-        run = functools.partial(_run, eqn, plan, self.half_dtype, emitter)
-        program = jax.jit(run, compiler_options=compat.quick_compiler_options())
-        # Jaxprs may hold arrays, which would be kept after the run.
-        if not has_jaxprs:
+            return self._programs[key]
+        if compat.jaxprs_of(eqn):
+            # They may hold arrays, which JAX would keep after the run.
+            run = functools.partial(_run, eqn, plan, self.half_dtype, self.emitter)
+            program = jax.jit(run, compiler_options=compat.quick_compiler_options())
+        else:
             piece = Piece(eqn.source_info, [eqn], eqn.invars, eqn.outvars)
             same = structure(piece, functools.partial(_decides, plan=plan))
             half_dtype = self.half_dtype if plan else None
-            program = _PROGRAMS.setdefault((half_dtype, same), program)
-        self._programs[key] = program, eqn, plan
+            operation = _Operation(half_dtype, same, eqn, plan)
+            program = functools.partial(_shared(), operation)
+        self._programs[key] = program
         return program
 
     @staticmethod
@@ -222,8 +223,24 @@ class _Computed(NamedTuple):
     multiplied: Sequence[jax.Array]
 
 
-# By what an operation computes, and the half dtype of its plan.
-_PROGRAMS: dict[Hashable, Callable[..., _Computed]] = {}
+@dataclasses.dataclass(frozen=True)
+class _Operation:
+    """An equation and its plan: equal to others that compute the same."""
+
+    half_dtype: np.dtype | None  # None without a plan
+    key: Hashable
+    eqn: Eqn = dataclasses.field(compare=False)
+    eqn_plan: EqnPlan | None = dataclasses.field(compare=False)
+
+
+@functools.cache
+def _shared() -> Callable[..., _Computed]:
+    def run(operation: _Operation, *cells: Any) -> _Computed:
+        eqn, plan = operation.eqn, operation.eqn_plan
+        return _run(eqn, plan, operation.half_dtype, None, *cells)
+
+    options = compat.quick_compiler_options()
+    return jax.jit(run, static_argnums=0, compiler_options=options)
 
 
 def _run(
@@ -280,6 +297,22 @@ def values_of(
     pairs = [(v, x) for v, x in pairs if not compat.is_literal(v)]
     values.hold([v for v, _ in pairs], [x for _, x in pairs])
     return values
+
+
+def _read_by(
+    eqn_plan: EqnPlan | None, shadows: Sequence[Shadow | None]
+) -> list[Array | None]:
+    """Return operands as the policy's run reads them.
+
+    Arithmetic may read what is stored in half before it is rounded.
+    """
+    if eqn_plan is None:
+        return list(map(_stored, shadows))
+    is_exact = [eqn_plan.rule.is_arithmetic and not half for half in eqn_plan.half_in]
+    return [
+        x.inner if exact and isinstance(x, Rounded) else _stored(x)
+        for x, exact in zip(shadows, is_exact, strict=True)
+    ]
 
 
 def _stored(shadow: Shadow | None) -> Array | None:

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from jmp_lite._src import dtypes, reports, trees
 from jmp_lite._src.numerics.stats import (
+    EXPONENTS,
     ValueStats,
     empty,
     merge_stacked,
@@ -116,6 +117,9 @@ class TreeStats(reports.Report):
     def _from_fields(cls, fields):
         arrays = {n: np.asarray(x, np.float32) for n, x in fields["stats"].items()}
         stats = ValueStats(**{"histogram": None, **arrays})
+        if stats.histogram is not None:  # JSON does not say the shape of []
+            shape = (*stats.size.shape, len(EXPONENTS))
+            stats = stats._replace(histogram=stats.histogram.reshape(shape))
         return cls(stats, tuple(fields["paths"]), dtypes.parse_dtype(fields["dtype"]))
 
 

@@ -56,15 +56,22 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     def update_fn(updates, state, params=None, **extra):
         if not takes_value:
             extra.pop("value", None)
-        new_updates, new_state = inner.update(updates, state, params, **extra)
+        try:
+            new_updates, new_state = inner.update(updates, state, params, **extra)
+        except TypeError as error:  # of JAX, which names no path
+            if why := _other_shape(updates, params):
+                raise ValueError(f"{_LIKE_PARAMS} {why}.") from error
+            raise
         if why := _other_shape(new_updates, params):
-            raise ValueError(
-                "Expected gradients like the parameters that `init` was given: an "
-                f"update of {why}."
-            )
+            raise ValueError(f"{_LIKE_PARAMS} {why}.")
         return new_updates, new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+_LIKE_PARAMS = (
+    "Expected gradients like the parameters that `init` was given: an update of"
+)
 
 
 def _other_shape(tree: object, params: object) -> str:

@@ -126,8 +126,8 @@ def master_weights(
             return jnp.copy(m) if m is p and isinstance(m, jax.Array) else m
 
         masters = jax.tree.map(master, params)
-        # For the same reason, the inner state must not share arrays with the masters.
-        state = trees.copy_shared_arrays(kind(inner.init(masters), masters))
+        # For the same reason, the inner state must not share buffers with the masters.
+        state = trees.copy_shared_buffers(kind(inner.init(masters), masters))
         # Inside of scale_aware, the parameters are float32 here: it does this again.
         return with_remainders(state, base.stored_dtypes(params))
 

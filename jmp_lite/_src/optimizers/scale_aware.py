@@ -30,6 +30,11 @@ _NEED_DTYPES = (MasterRemaindersState, MasterWeightsState, StochasticRoundingSta
 # States of what leaves updates alone, or may: it is for a part of the parameters.
 _CHANGE_OTHERS = optax.SnapshotState, optax.MaskedState
 
+_UNSCALED_TWICE = (
+    "The optimiser to wrap already has a scale_aware optimiser inside: gradients would "
+    "be unscaled twice. Remove one of the two."
+)
+
 
 class OtherResultsFinite(NamedTuple):
     """What stands for a loss scale while an update is told of other results.
@@ -162,8 +167,8 @@ def scale_aware(
     Raises:
       TypeError: `inner` is not an optax transformation; `loss_scale` is not a loss
         scale. In `update`: the name of an argument is nearly `value`.
-      ValueError: the loss scale is zero, negative or NaN. In `init`: `inner` is
-        scale-aware, at any depth. In `update`: gradients and parameters differ in
+      ValueError: the loss scale is zero, negative or NaN; `inner` is scale-aware, which
+        `init` sees at any depth. In `update`: gradients and parameters differ in
         structure (a gradient that is None matches anything; for
         `optax.LookaheadParams`, gradients match the fast parameters); `state` belongs
         to another transformation; or `inner` changes the structure of its state, as
@@ -185,6 +190,8 @@ def scale_aware(
       (https://arxiv.org/abs/1710.03740); torch.amp.GradScaler; Keras'
       LossScaleOptimizer.
     """
+    if isinstance(inner, ScaleAwareTransformation):
+        raise ValueError(_UNSCALED_TWICE)
     if isinstance(inner, LossScale):
         raise TypeError(
             f"Expected an optax transformation, got {arguments.shown(inner)}: write "
@@ -199,10 +206,7 @@ def scale_aware(
     def init_fn(params: optax.Params) -> ScaleAwareState:
         inner_state = inner.init(trees.cast_at_least_float32(params))
         if trees.find(inner_state, ScaleAwareState):
-            raise ValueError(
-                "The optimiser to wrap already has a scale_aware optimiser inside: "
-                "gradients would be unscaled twice. Remove one of the two."
-            )
+            raise ValueError(_UNSCALED_TWICE)
         warn_if_updates_are_lost(params, inner_state)
         return ScaleAwareState(
             inner_state=with_remainders(inner_state, base.stored_dtypes(params)),

@@ -34,7 +34,7 @@ def _is_summed(value: Value) -> bool:
 def _scales(use: Value, value: Value) -> bool:
     """Return whether the one is the other, perhaps scaled, masked or cast.
 
-    So is a sum of squares, of real and imaginary parts.
+    A sum of two squares, as of real and imaginary parts, stands for both.
     """
     if use.factors and use.ins.count(value) == 1:
         known = use.ins[use.ins[0] is value].range
