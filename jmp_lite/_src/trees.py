@@ -245,6 +245,14 @@ def select_tree(pred: ArrayLike, a: T, b: T) -> T:
     return jax.tree.map_with_path(lambda path, x, y: _select(pred, x, y, path), a, b)
 
 
+def on_host(tree: T) -> T:
+    """Return a tree with its arrays on the host, in one transfer.
+
+    Each of several processes gets whole arrays, also where XLA has sharded them.
+    """
+    return jax.device_get(jax.tree.map(_whole, tree))
+
+
 def copy_shared_buffers(tree: T) -> T:
     """Return a tree in which no two jax arrays share a buffer, so it can be donated.
 
@@ -318,6 +326,16 @@ def with_value(x: Leaf) -> Leaf:
     if isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(f"Expected arrays, got {x}: call it inside of jax.eval_shape.")
     return x
+
+
+def _whole(x: Leaf) -> Leaf:
+    """Return an array with what of it other processes hold."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        return x
+    from jax.experimental import multihost_utils  # not loaded by `import jax`
+
+    with jax.transfer_guard_device_to_host("allow"):
+        return multihost_utils.process_allgather(x, tiled=True)
 
 
 def _multiply(x: Leaf, factor: ArrayLike) -> Leaf:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import socket
 import warnings
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from commands import start_python
 
 from jmp_lite import (
     DynamicLossScale,
@@ -218,6 +220,42 @@ def test_the_host_reads_a_state_where_jax_may_transfer_nothing_by_itself():
     with jax.transfer_guard("disallow"):
         check_skipped_steps(state)
         assert loss_scale_metrics(state, host=True)["skipped_steps"] == 1
+
+
+_IN_EACH_PROCESS = """
+import functools, sys, jax, numpy as np, optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jmp_lite import check_skipped_steps, loss_scale_metrics, numerics, scale_aware
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+split = NamedSharding(jax.make_mesh((2,), ("data",)), PartitionSpec("data"))
+
+@functools.partial(jax.jit, out_shardings=split)
+def report():
+    tree = {"a": np.ones(2, np.float32), "b": np.zeros(3, np.float32)}
+    _, tracker = numerics.track_nonfinite(jax.numpy.log)(tree["b"])
+    counters = scale_aware(optax.sgd(1.0)).init(tree).counters + 3
+    return numerics.tree_stats(tree, "float16"), tracker, counters
+
+stats, tracker, counters = report()
+assert not counters.is_fully_replicated
+state = scale_aware(optax.sgd(1.0)).init({})._replace(counters=counters)
+with jax.transfer_guard("disallow"):
+    check_skipped_steps(state)
+    metrics = loss_scale_metrics(state, host=True)
+    print(metrics["consecutive_skips"], stats.named()["b"].zero, tracker.report())
+"""
+
+
+@pytest.mark.filterwarnings("ignore:unclosed")
+def test_each_process_reads_what_xla_has_sharded_over_them():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    run = "-c", _IN_EACH_PROCESS, address
+    processes = [start_python(*run, i, XLA_FLAGS="", JAX_PLATFORMS="cpu") for i in "01"]
+    for out, err in [p.communicate() for p in processes]:
+        assert "\n3 3.0 log" in f"\n{out}", out + err
 
 
 def test_without_a_value_nan_at_the_least_scale_is_a_loss_that_is_not_finite():

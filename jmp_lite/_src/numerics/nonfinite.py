@@ -224,7 +224,7 @@ class NonFiniteTracker:
                 f"{list(np.shape(self.origin)[:-1])}: take run i of them with "
                 "jax.tree.map(lambda x: x[i], tracker)."
             )
-        when, index, *iterations = np.asarray(self.origin).tolist()
+        when, index, *iterations = trees.on_host(self.origin).tolist()
         if when == NEVER:
             return None
         if index == CONSTANT:

@@ -55,7 +55,7 @@ class TreeStats(reports.Report):
         Raises:
           ValueError: these are of several steps, stacked by `scan` or `vmap`.
         """
-        stats = jax.tree.map(np.asarray, self.stats)
+        stats = trees.on_host(self.stats)
         if stats.size.ndim != 1:
             raise ValueError(
                 "Expected the statistics of one step, got them stacked to "
@@ -108,7 +108,7 @@ class TreeStats(reports.Report):
         return plot_histograms(drawn, self.dtype)
 
     def _to_fields(self):
-        fields = jax.tree.map(np.asarray, self.stats)._asdict()
+        fields = trees.on_host(self.stats)._asdict()
         stats = {name: x for name, x in fields.items() if x is not None}
         dtype = dtypes.dtype_name(self.dtype)
         return {"dtype": dtype, "paths": self.paths, "stats": stats}

@@ -168,10 +168,10 @@ def check_skipped_steps(
 
 
 def _on_host(tree: Any, error: str) -> Any:
-    """Return a tree with its arrays on the host, in one transfer."""
+    """Return a tree with its arrays on the host."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
         raise TypeError(error)
-    return jax.device_get(tree)
+    return trees.on_host(tree)
 
 
 def _find_states(opt_state: object) -> dict[str, ScaleAwareState]:
