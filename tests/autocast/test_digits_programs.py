@@ -96,12 +96,31 @@ def _gates(mm: Any, w: Any) -> Any:
     return jax.nn.sigmoid(mm(X, w) + 6)
 
 
-def recurrence_in_scan(mm, w):
-    def step(h, of_step):
-        gate, x = of_step
-        return gate * h + x, h
+def _recurrence(around: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    def run(mm, w):
+        def step(h, of_step):
+            gate, x = of_step
+            h = around(lambda gate, h: gate * h)(gate, h) + x
+            return h, h
 
-    return lax.scan(step, jnp.zeros(N), (_gates(mm, w), X.astype(w.dtype)))[1]
+        inputs = jnp.tile(_gates(mm, w), (4, 1)), jnp.tile(X.astype(w.dtype), (4, 1))
+        return lax.scan(step, jnp.zeros(N, w.dtype), inputs)[1]
+
+    return run
+
+
+def _in_cond(fun: Any) -> Any:
+    return lambda gate, h: lax.cond(h[0] < 1e9, fun, lambda _, h: h, gate, h)
+
+
+# What an iteration multiplies what is carried by: here, in a call, in a branch.
+RECURRENCES: dict[str, Callable[[Any, Any], Any]] = {
+    "scan": _recurrence(lambda fun: fun),
+    "jit": _recurrence(jax.jit),
+    "checkpoint": _recurrence(jax.checkpoint),
+    "vmap": _recurrence(lambda fun: jax.vmap(jax.checkpoint(fun))),
+    "cond": _recurrence(_in_cond),
+}
 
 
 def far_from_zero(mm, w):
@@ -201,6 +220,56 @@ def centred(mm, w):
     return jnp.stack(of_members) - jnp.stack(of_members).mean(0)
 
 
+def gate_by_einsum(mm, w):
+    """A product that sums nothing is a multiplication."""
+
+    def step(state, of_step):
+        gate, x = of_step
+        state = jnp.einsum("g,gk->gk", gate, state) + x[:, None]
+        return state, state
+
+    inputs = _gates(mm, w), X.astype(w.dtype)
+    return lax.scan(step, jnp.zeros((N, 2), w.dtype), inputs)[1]
+
+
+def distances_of_positions(mm, w):
+    """Two rows that are added are an array, and no bias."""
+    points = 40 + jnp.round(2 * X.astype(w.dtype))
+    squares = (points**2).sum(1)
+    return (squares[:, None] + squares - 2 * mm(points, points.T)) * w.mean()
+
+
+def from_rows_of_a_small_table(mm, w):
+    h = mm(NEAR_ONE.astype(w.dtype), _near(w))
+    table = jnp.asarray(NEAR_ONE[:4] @ WEIGHTS, w.dtype)
+    return h - table[jnp.arange(64) % 4]
+
+
+def difference_in_a_call(mm, w):
+    a, b = (mm(s * NEAR_ONE.astype(w.dtype), _near(w)) for s in (1, 1.02))
+    added = jax.jit(lambda a, b: a + b)(a, -b)
+    return jnp.append(added, jax.jit(jnp.subtract)(a, b[0]))
+
+
+SCALES = 1, 1.01, 1.03, 1.04, 1.06
+
+
+def deviation_of_five(mm, w):
+    of_members = [mm(NEAR_ONE.astype(w.dtype), _near(w) * s) for s in SCALES]
+    return jnp.std(jnp.stack(of_members), 0)
+
+
+def discounted(mm, w):
+    """Whether a multiple cancels depends on the factor, which no product makes."""
+    values, targets = (mm(s * NEAR_ONE.astype(w.dtype), _near(w)) for s in (1, 1.02))
+    discounts = jnp.linspace(0.98, 1, 64, dtype=w.dtype)[:, None]
+    return 1 + discounts * lax.stop_gradient(jnp.abs(targets)) - values
+
+
+def large_power(mm, w):
+    return (mm(NEAR_ONE.astype(w.dtype), _near(w)) / TERMS) ** 32
+
+
 def cosine_of_two_views(mm, w):
     """A sum of products along rows is no matrix product: nothing is rounded for it."""
     views = X.astype(w.dtype), X.astype(w.dtype) + _NOISE
@@ -223,10 +292,16 @@ _NAMED = [
     mixed_probabilities,
     difference_of_three,
     margin,
+    gate_by_einsum,
+    distances_of_positions,
+    from_rows_of_a_small_table,
+    difference_in_a_call,
+    deviation_of_five,
+    discounted,
+    large_power,
     prefix_products,
     laplacian,
     update_of_blocks,
-    recurrence_in_scan,
     far_from_zero,
     far_by_a_constant,
     carry_that_begins_near_one,
@@ -238,9 +313,9 @@ _NAMED = [
     sinkhorn,
     deviation_of_a_norm,
 ]
-PROGRAMS = {fun.__name__: fun for fun in _NAMED} | {
-    f"far_targets_{name}": fun for name, fun in FAR_TARGETS.items()
-}
+PROGRAMS = {fun.__name__: fun for fun in _NAMED}
+PROGRAMS |= {f"far_targets_{name}": fun for name, fun in FAR_TARGETS.items()}
+PROGRAMS |= {f"recurrence_in_{name}": fun for name, fun in RECURRENCES.items()}
 
 
 def _results(fun: Any, mm: Any, around: Any = lambda fun: fun) -> Any:

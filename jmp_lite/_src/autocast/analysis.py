@@ -176,7 +176,7 @@ class Analyzer:
         ]
         moves = (isinstance(op.rule, rules.Arithmetic | rules.Move) for op in ops)
         carry = [jaxpr.invars[i] for i, _ in place.carry]
-        found = structure(jaxpr, moves, carry)
+        found = structure(jaxpr, moves, carry, place.given)
         return _Described(jaxpr, ops, found, find_ends(jaxpr, ops, place), softmaxes)
 
     def _op(self, eqn: Eqn, place: Place, order: products.Order | None) -> Op:

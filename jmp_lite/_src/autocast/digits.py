@@ -21,6 +21,7 @@ y * sin` asks nothing, as in rotary embeddings; nor does a sum of many terms, wh
 roundings cancel; an offset inside of a product (a column of ones) cannot be seen.
 """
 
+import collections
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
@@ -29,13 +30,14 @@ import numpy as np
 
 from jmp_lite._src import compat
 from jmp_lite._src.autocast import products
-from jmp_lite._src.autocast.storage import may_be_far
+from jmp_lite._src.autocast.storage import Given, may_be_far
 from jmp_lite._src.autocast.sums import is_lookup
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.core import Eqn, Jaxpr, Var, inner_eqns, variables
 from jmp_lite._src.jaxprs.primitives import (
     CALLS,
     CAST,
+    LOOPS,
     Fact,
     adds,
     degrees,
@@ -69,6 +71,8 @@ NEAR, TERMS, ALL = Use.NEAR, Use.TERMS, Use.ALL
 
 # How many terms a sum has whose roundings cancel.
 _MANY = 16
+# A power from here on multiplies a number many times.
+_LARGE_POWER = 8
 # A mean of fewer arrays is near each of them: what it is subtracted from cancels.
 _OF_A_NORM = 8
 
@@ -88,7 +92,8 @@ class Structure(NamedTuple):
     made_by: dict[Var, Eqn]
     roots: dict[Var, Var]  # the array that a value is a part of, or moved from
     products: dict[Var, int]  # of which results of products it is made: bits
-    spread: set[Var]  # made of a smaller array, whose numbers it repeats
+    # Made of a smaller array, whose numbers it repeats: along which axes.
+    spread: dict[Var, frozenset[int]]
     statistics: set[Var]  # made of sums over axes, and of nothing larger
     negative: set[Var]  # multiples with a negative number, or sums of such
     differences: set[Var]  # sums whose terms may cancel
@@ -103,6 +108,31 @@ class Structure(NamedTuple):
         if compat.is_literal(var) or var in self.spread:
             return False
         return core.size(var) >= core.size(eqn.outvars[0])
+
+    def given(self, eqn: Eqn, operands: Iterable[int]) -> tuple[Given, ...]:
+        """Return what is known of the operands of an equation, for its jaxpr.
+
+        A loop reads slices of them, of which no size is known.
+        """
+        found, groups = [], list[int]()  # bits of products that are known to be shared
+        is_loop = eqn.primitive.name in LOOPS
+        for v in (eqn.invars[i] for i in operands):
+            if compat.is_literal(v):
+                found.append(Given())
+                continue
+            made_of = self.products.get(v, 0)
+            group = next((k for k, g in enumerate(groups) if g & made_of), len(groups))
+            groups[group : group + 1] = [core.bit_or([made_of, *groups[group:][:1]])]
+            found.append(
+                Given(
+                    group + 1 if made_of else 0,
+                    v in self.carried,
+                    v in self.negative,
+                    v in self.spread and not is_loop,
+                    v in self.statistics and not is_loop,
+                )
+            )
+        return tuple(found)
 
     def is_moved_input(self, var: Var) -> bool:
         """Return whether a variable is an input, or moved from one: no rows of it."""
@@ -130,18 +160,34 @@ def _moved_from(var: Var, made_by: Mapping[Var, Eqn]) -> Var:
 
 
 def structure(
-    jaxpr: Jaxpr, is_arithmetic: Iterable[bool], carry: Sequence[Var]
+    jaxpr: Jaxpr,
+    is_arithmetic: Iterable[bool],
+    carry: Sequence[Var],
+    given: Sequence[Given],
 ) -> Structure:
     """Return the structure of a jaxpr; per equation, whether it is arithmetic or moves.
 
-    `carry` are the inputs that a loop carries.
+    `carry` are the inputs that a loop carries; `given` is what is known of each around
+    the jaxpr.
     """
     count = itertools.count()
     inputs = *jaxpr.constvars, *jaxpr.invars
     origins: dict[Var, int] = {v: 1 << next(count) for v in inputs}
     carried = set(filter(core.is_f32, carry))
     known = origins, carried, frozenset(inputs)
-    found = Structure(*known, {}, {}, {}, set(), set(), set(), set(), set())
+    found = Structure(*known, {}, {}, {}, {}, set(), set(), set(), set())
+    of_groups: dict[int, int] = collections.defaultdict(lambda: 1 << next(count))
+    for v, of in zip(jaxpr.invars, given, strict=False):  # none of a whole function
+        if of.products:
+            found.products[v] = of_groups[of.products]
+        if of.is_carried:
+            carried.add(v)
+        if of.is_negative:
+            found.negative.add(v)
+        if of.is_spread:
+            found.spread[v] = frozenset(range(len(core.shape(v))))
+        if of.is_statistic:
+            found.statistics.add(v)
     for eqn, arithmetic in zip(jaxpr.eqns, is_arithmetic, strict=True):
         found.made_by.update(dict.fromkeys(eqn.outvars, eqn))
         made_of = core.bit_or(found.products.get(v, 0) for v in variables(eqn.invars))
@@ -173,20 +219,39 @@ def _note(eqn: Eqn, found: Structure) -> None:
     if known & Fact.MOVES and floats:
         root = found.roots.get(floats[0], floats[0])
         found.roots.update(dict.fromkeys(eqn.outvars, root))
-        if core.size(floats[0]) < size:
-            found.spread.update(eqn.outvars)
-    elif found.spread.issuperset(floats):
-        found.spread.update(eqn.outvars)
+    axes = [_repeated_axes(v, eqn, found.spread) for v in floats]
+    shared = frozenset(range(len(core.shape(eqn.outvars[0])))).intersection(*axes)
+    if shared or not floats:
+        found.spread.update(dict.fromkeys(eqn.outvars, shared))
     reduces = floats and size < core.size(floats[0])
     others = [v for v in floats if v not in found.statistics]
-    is_of_statistics = len(others) < len(floats) and found.spread.issuperset(others)
+    is_of_statistics = len(others) < len(floats) and found.spread.keys() >= {*others}
     is_total = reduces and known & (Fact.SUMS | Fact.CHOOSES)
+    # Rows that are repeated along different axes make an array.
+    is_of_statistics &= len(axes) == 1 or bool(shared) or not all(axes)
     if is_of_statistics or (is_total and not _is_near_terms(eqn, found.made_by)):
         found.statistics.update(eqn.outvars)
     carried = [v in found.carried for v in floats]
     is_linear = known & (Fact.LINEAR | Fact.MOVES | Fact.JOINS)
     if any(carried) and size > 1 and (is_linear or multiplies(name)):
         found.carried.update(eqn.outvars)
+
+
+def _repeated_axes(
+    var: Var, eqn: Eqn, spread: Mapping[Var, frozenset[int]]
+) -> frozenset[int]:
+    """Return along which axes of its result an equation repeats numbers of a row."""
+    shape, of_operand = core.shape(eqn.outvars[0]), core.shape(var)
+    if has(eqn.primitive.name, Fact.MOVES):
+        is_larger = core.size(var) < core.total(shape)
+        place = eqn.params.get("broadcast_dimensions", ())
+    elif var in spread:
+        return spread[var]
+    else:
+        is_larger = len(of_operand) == len(shape)
+        place = range(len(shape))
+    kept = {i for k, i in enumerate(place) if is_larger and of_operand[k] == shape[i]}
+    return frozenset(range(len(shape))) - kept if is_larger else frozenset()
 
 
 def _is_near_terms(eqn: Eqn, made_by: Mapping[Var, Eqn]) -> bool:
@@ -244,9 +309,7 @@ def asked(eqn: Eqn, use: int, of: Structure, is_forward: bool) -> list[int]:
     is_angle = known & Fact.EXPONENTIAL and products.is_complex(eqn)
     if known & (Fact.FRACTION | Fact.PERIODIC) or is_angle:
         return [ALL] * len(eqn.invars)
-    own = [0] * len(eqn.invars)
-    if is_forward:
-        own = _of_own(eqn, use, of)
+    own = _of_own(eqn, use, of) if is_forward else _of_carried(eqn, of)
     if known & (Fact.NEAR_ONE | Fact.MULTIPLIES):
         own = [NEAR] * len(eqn.invars)
     return [x | y for x, y in zip(own, _passed_on(eqn, passed, of), strict=True)]
@@ -272,18 +335,26 @@ def _of_own(eqn: Eqn, use: int, of: Structure) -> list[int]:
     if adds(name):
         return _of_terms(eqn, use, of)
     if not multiplies(name):
-        return [0] * len(operands)
+        is_large = max(degrees(name, eqn.params), default=0) >= _LARGE_POWER
+        return [NEAR * is_large] * len(operands)
     if min(degrees(name, eqn.params)) < 0:  # a divisor near 0
         return [0, NEAR]
     if _has_literal(eqn):
         return [0, 0]
-    carried = [v in of.carried for v in operands]
-    if carried.count(True) == 1:  # what is carried is multiplied in each iteration
-        return [0 if c else NEAR for c in carried]
+    if any(own := _of_carried(eqn, of)):
+        return own
     roots = {of.roots.get(v, v) for v in operands}
     are_moved = all(v in of.roots for v in operands)
     # Parts of one array, multiplied: a product along an axis, as in a scan.
     return [NEAR, NEAR] if are_moved and len(roots) == 1 else [0, 0]
+
+
+def _of_carried(eqn: Eqn, of: Structure) -> list[int]:
+    """Return what is asked of a factor of what a loop carries, in each iteration."""
+    if _has_literal(eqn) or not multiplies(eqn.primitive.name):
+        return [0] * len(eqn.invars)
+    carried = [v in of.carried for v in eqn.invars]
+    return [NEAR * (carried.count(True) == 1 and not c) for c in carried]
 
 
 def _of_terms(eqn: Eqn, use: int, of: Structure) -> list[int]:
@@ -310,6 +381,9 @@ def _is_difference(eqn: Eqn, of: Structure) -> bool:
         return not is_empty and numbers[0].val != 0 and signs_differ
     if not signs_differ and of.differences.isdisjoint(variables(moved)):
         return False
+    weights = [_weights(of.made_by.get(v), of) for v in eqn.invars]
+    if all(weights) and weights[0].isdisjoint(weights[1]):
+        return False  # they cancel only for some values
     pairs = zip(eqn.invars, reversed(eqn.invars), strict=True)
     return not any(_is_bias(v, other, eqn, of) for v, other in pairs)
 
@@ -319,7 +393,9 @@ def _is_bias(var: Var, other: Var, eqn: Eqn, of: Structure) -> bool:
 
     A largest number, with one of as many others, makes a margin.
     """
-    moved_from = variables([_moved_from(var, of.made_by)])
+    moved_from = [*variables([_moved_from(var, of.made_by)])]
+    if any(v in of.made_by and is_lookup(of.made_by[v]) for v in moved_from):
+        return False  # rows of a table, however small
     if of.is_full(var, eqn) and of.statistics.isdisjoint(moved_from):
         return False
     made_of = of.products.get(var, 0)
@@ -332,6 +408,12 @@ def _factors(maker: Eqn | None) -> set[Var]:
     if maker is None or not multiplies(maker.primitive.name):
         return set()
     return set(variables(maker.invars))
+
+
+def _weights(maker: Eqn | None, of: Structure) -> set[Var]:
+    """Return the arrays that a term is multiplied by and that no product makes."""
+    factors = (v for v in _factors(maker) if v not in of.products)
+    return {v for v in factors if core.size(v) > 1}
 
 
 def _of_comparison(eqn: Eqn, use: int, of: Structure) -> list[int]:
@@ -397,10 +479,10 @@ def _passed_on(eqn: Eqn, passed: int, of: Structure) -> list[int]:
     if not multiplies(name):
         return [passed & (TERMS | ALL)] * len(operands)
     scales = [
-        compat.is_literal(v) or core.size(v) == 1 or v in of.statistics
+        v not in of.products or core.size(v) == 1 or v in of.statistics
         for v in operands
     ]
-    # Whether multiples cancel depends on the factors.
+    # Whether multiples with computed factors cancel depends on these.
     return [
         passed & ~TERMS
         if any(not s for j, s in enumerate(scales) if j != i)

@@ -71,7 +71,8 @@ class Body(NamedTuple):
 
     def inside(self, op: Op, sub: SubJaxpr) -> Place:
         """Return where a jaxpr of an equation is."""
-        return self.place.inside(op.eqn, sub, self.ends)
+        given = self.structure.given(op.eqn, sub.operands)
+        return self.place.inside(op.eqn, sub, self.ends, given)
 
 
 Decision = tuple[EqnPlan, Sequence[Held]]

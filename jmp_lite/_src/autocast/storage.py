@@ -148,6 +148,16 @@ class Ends(NamedTuple):
     kept: Set[Var]  # of a loss, which the backward pass reads in a jaxpr of its own
 
 
+class Given(NamedTuple):
+    """What is known of an input of a jaxpr around it: see `digits.Structure`."""
+
+    products: int = 0  # the same number for inputs that share some; 0 for none
+    is_carried: bool = False
+    is_negative: bool = False
+    is_spread: bool = False
+    is_statistic: bool = False
+
+
 class Place(NamedTuple):
     """Where a jaxpr is, and what is known of its inputs."""
 
@@ -159,8 +169,11 @@ class Place(NamedTuple):
     # Its outputs that are not `continued` around it, and those that are `residuals`.
     ended: frozenset[int] = frozenset()
     residuals: frozenset[int] = frozenset()
+    given: tuple[Given, ...] = ()  # per input
 
-    def inside(self, eqn: Eqn, sub: SubJaxpr, ends: Ends) -> "Place":
+    def inside(
+        self, eqn: Eqn, sub: SubJaxpr, ends: Ends, given: tuple[Given, ...]
+    ) -> "Place":
         """Return where a jaxpr of an equation is; `ends` are those around it."""
         is_loop = eqn.primitive.name in LOOPS
         # The condition of a `while` loop carries nothing on.
@@ -174,6 +187,7 @@ class Place(NamedTuple):
             tuple(pairs) if is_loop else (),
             frozenset(k for k, v in outs if v not in ends.continued),
             frozenset(k for k, v in outs if v in ends.residuals),
+            given,
         )
 
 
@@ -195,6 +209,11 @@ class EqnPlan:
         """Per operand, whether a float32 one is cast to half: arithmetic casts none."""
         is_arithmetic = self.rule.is_arithmetic
         return (False,) * len(self.half_in) if is_arithmetic else self.half_in
+
+    @property
+    def decision(self) -> Hashable:
+        """What tells it from another plan of the same equation."""
+        return self.rule.name, self.half_in, self.half_out, self.reason
 
     @property
     def is_changed(self) -> bool:
@@ -337,7 +356,7 @@ def walk(plan: Plan, *, has_places: bool = True) -> list[Placed]:
     def visit(plan: Plan, scope: str, line: str) -> list[Placed]:
         rows: dict[Hashable, Placed] = {}
         for row in visit_eqns(plan, scope, line):
-            key = (id(row.eqn), *row[1:5])
+            key = (id(row.eqn), row.plan.decision, *row[2:5])
             calls, times = rows[key][5:] if key in rows else (0, 0)
             rows[key] = row._replace(calls=calls + row.calls, times=times + row.times)
         return list(rows.values())

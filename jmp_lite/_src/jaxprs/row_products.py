@@ -1,8 +1,8 @@
-"""Products of rows: sums of products in which no dimension is free.
+"""Products of rows, in which no dimension is free, and outer ones, which sum nothing.
 
-`jnp.vdot(a, b)` and `einsum("nd,nd->n", a, b)` are no matrix products: each number is
-read once, and no matrix unit multiplies them. Here they are what they compute, a
-product of two arrays and its sum, which autocast treats as other arithmetic.
+`jnp.vdot(a, b)`, `einsum("nd,nd->n", a, b)` and `einsum("i,j->ij", a, b)` are no matrix
+products: no matrix unit multiplies them. Here they are what they compute, a product of
+two arrays and its sum, which autocast treats as other arithmetic.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ def as_sums(closed: ClosedJaxpr) -> ClosedJaxpr:
 def _as_sums(_: Jaxpr, eqns: Sequence[Eqn]) -> list[Eqn]:
     made = []
     for eqn in eqns:
-        made += _sum_of_products(eqn) if _is_of_rows(eqn) else [eqn]
+        made += _sum_of_products(eqn) if _is_arithmetic(eqn) else [eqn]
     return made
 
 
-def _is_of_rows(eqn: Eqn) -> bool:
-    """Return whether an equation is a float32 product without a free dimension."""
+def _is_arithmetic(eqn: Eqn) -> bool:
+    """Return whether an equation is a float32 product of rows, or an outer one."""
     is_product = eqn.primitive.name == "dot_general"
     if not is_product or not all(map(core.is_f32, (*eqn.invars, *eqn.outvars))):
         return False
@@ -38,19 +38,24 @@ def _is_of_rows(eqn: Eqn) -> bool:
         return False
     (summed, _), (batch, _) = eqn.params["dimension_numbers"]
     ranks = [len(core.shape(v)) for v in eqn.invars]
-    return ranks[0] == ranks[1] == len(summed) + len(batch) and len(summed) > 0
+    return not summed or ranks[0] == ranks[1] == len(summed) + len(batch)
 
 
 def _sum_of_products(eqn: Eqn) -> list[Eqn]:
     summed, batch = eqn.params["dimension_numbers"]
 
     def run(*operands: Array) -> Array:
-        rows = [
-            jax.lax.transpose(x, (*batch[i], *summed[i]))
-            for i, x in enumerate(operands)
-        ]
-        axes = range(len(batch[0]), rows[0].ndim)
-        return jax.lax.reduce_sum(rows[0] * rows[1], tuple(axes))
+        rows, free = [], [0, 0]
+        for i, x in enumerate(operands):
+            read = *batch[i], *summed[i]
+            of_rows = [d for d in range(x.ndim) if d not in read]
+            rows.append(jax.lax.transpose(x, (*batch[i], *of_rows, *summed[i])))
+            free[i] = len(of_rows)
+        start = len(batch[0])
+        end = start + sum(free)
+        lhs = jax.lax.expand_dims(rows[0], range(start + free[0], end))
+        rhs = jax.lax.expand_dims(rows[1], range(start, start + free[0]))
+        return jax.lax.reduce_sum(lhs * rhs, tuple(range(end, lhs.ndim)))
 
     with eqn.ctx.manager:
         closed = jax.make_jaxpr(run)(*(v.aval for v in eqn.invars))
