@@ -150,6 +150,16 @@ def test_hints_say_what_could_be_half_or_need_not_be_saved(fun, operation, hint)
     assert hints and all(hint in h and (hint or not h) for h in hints), rows
 
 
+def test_no_policy_computes_again_what_a_loop_carries():
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+
+    def loss(ws, x):
+        return jax.lax.scan(layer, x, ws)[0].sum()
+
+    (row,) = memory.saved(loss)(jnp.ones((3, 8, 8)), X).rows
+    assert (row.operation, row.hint) == ("tanh", "a loop carries it")
+
+
 precise = functools.partial(jnp.dot, precision="highest")
 
 

@@ -1,5 +1,6 @@
 """Advice repairs what is broken, and leaves alone what is not."""
 
+import contextlib
 import functools
 import re
 from typing import Any
@@ -296,16 +297,19 @@ def test_the_loss_scale_lifts_gradients_and_leaves_room(factor):
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_a_gradient_of_a_weight_that_no_loss_scale_fits_is_a_fault(half):
+def test_gradients_beyond_float16_are_scaled_down(half):
     def loss(params, x):
         with jax.named_scope("mix"):
-            x = x @ params[0]
+            x = jnp.tanh(x @ params[0])
         with jax.named_scope("head"):
-            return jnp.sum(jnp.square(x @ params[1]))
+            return 1e6 * jnp.sum(jnp.square(x @ params[1]))
 
-    args = (jnp.eye(16), jnp.full((16, 16), 0.01)), jnp.full((64, 16), 100.0)
+    args = (jnp.eye(16), jnp.full((16, 16), 0.01)), jnp.full((64, 16), 2.0)
     advice = advise(loss, f"mixed_{half}")(*args)
-    assert patterns(advice) == ["head"] * (half == "float16") and advice.left == ()
+    assert advice.in_float32 == advice.left == ()
+    says = "A DynamicLossScale needs a min_loss_scale below it."
+    assert advice.reasons[-1].endswith(says) == (half == "float16")
+    assert (advice.loss_scale.loss_scale < 1) == (half == "float16")
     grad = jmp.scaled_grad(
         jmp.autocast(loss, advice.policy), loss_scale=advice.loss_scale
     )
@@ -317,13 +321,30 @@ def test_a_gradient_of_a_weight_that_no_loss_scale_fits_is_a_fault(half):
     )
 
 
-def test_a_gradient_that_is_too_large_and_in_no_layer_is_left():
-    ask = advise(lambda w, x: jnp.sum(jnp.square(x @ w)), "mixed_float16")
-    advice = ask(jnp.full((16, 16), 0.01), jnp.full((64, 16), 100.0))
-    assert [row.direction for row in advice.left] == ["backward"]
-    assert re.match(
-        r"Still wrong: dot_general at .* reaches 2.05e\+05, beyond", advice.reasons[-1]
+def test_a_gradient_that_no_loss_scale_fits_is_a_fault_of_its_layer_or_left():
+    def loss(w, x, layer):
+        with jax.named_scope(layer) if layer else contextlib.nullcontext():
+            return 1e20 * jnp.sum(jnp.square(x @ w))
+
+    args = jnp.full((16, 16), 0.01), jnp.full((64, 16), 1.0)
+    for layer in ("head", ""):
+        advice = advise(functools.partial(loss, layer=layer), "mixed_float16")(*args)
+        assert patterns(advice) == [layer] * bool(layer)
+        assert {row.direction for row in advice.left} == (
+            set() if layer else {"backward"}
+        )
+    assert re.match(r"Still wrong: .* of dot_general at .* beyond", advice.reasons[-1])
+
+
+def test_gradients_that_are_all_0_say_nothing_of_the_loss_scale():
+    ask = advise(lambda w, x, mask: jnp.mean(mask * (x @ w)), "mixed_float16")
+    advice = ask(jnp.eye(8), jnp.ones((8, 8)), 0.0)
+    assert advice.loss_scale.loss_scale == 2.0**15
+    assert advice.reasons == (
+        "All gradients in half are 0, which says nothing of the loss scale: ask for "
+        "advice of another batch.",
     )
+    assert type(advice).from_json(advice.to_json()).reasons == advice.reasons
 
 
 def test_a_function_of_integers_has_no_gradient_in_half():

@@ -45,7 +45,8 @@ def test_a_step_is_wrong_only_if_its_loss_is_not_scaled(name: str) -> None:
     assert found(*STEPS[name](scaled)) == {}
     assert found(*STEPS[name](unscaled)) == {
         "unscaled-gradients": "Use scaled_value_and_grad(loss_fn, loss_scale=opt_state)"
-        ", or differentiate loss_scale.scale(loss). Unscale once: scale_aware does."
+        ", or differentiate loss_scale.scale(loss), of each loss. Unscale once, as "
+        "scale_aware does, and normalise gradients inside of it."
     }
 
 
@@ -284,6 +285,25 @@ def test_a_loss_scale_that_is_a_constant_is_followed(name, loss_scale, wrap) -> 
     assert rules == set(name.split()[:1])
 
 
+# What becomes of gradients before `scale_aware` unscales them.
+UNSCALED_BY_HAND = {
+    "of one of two losses": lambda g, of_plain: jax.tree.map(jnp.add, g, of_plain),
+    "normalised": lambda g, _: jax.tree.map(
+        lambda x: x / (optax.tree.norm(g) + 1e-6), g
+    ),
+    "signs": lambda g, _: jax.tree.map(jnp.sign, g),
+}
+
+
+@pytest.mark.parametrize("change", UNSCALED_BY_HAND.values(), ids=UNSCALED_BY_HAND)
+def test_gradients_that_are_not_scaled_by_hand_are_found(change: Any) -> None:
+    def gradients(params, opt_state, *batch):
+        grads = gradients_of(scaled)(params, opt_state, *batch)
+        return change(grads, gradients_of(unscaled)(params, opt_state, *batch))
+
+    assert set(found(*step_with(SGD, gradients))) == {"unscaled-gradients"}
+
+
 def test_a_static_scale_of_scale_aware_is_followed() -> None:
     loss_scale = jmp.StaticLossScale(2.0**13)
     tx = jmp.scale_aware(PLAIN_ADAM, loss_scale)
@@ -366,11 +386,3 @@ def test_what_autocast_computes_again_hides_no_sum(of_loss):
 def test_the_loss_scale_of_the_other_network_is_found() -> None:
     step = scaled_by_an_argument(ADAM, ADAM.init(PARAMS))
     assert "unscaled-gradients" in found(*step)
-
-
-def test_nothing_is_said_of_gradients_that_are_scaled_in_part() -> None:
-    def gradients(params, opt_state, *batch):
-        _, grads = scaled(loss_fn, opt_state)(params, *batch)
-        return jax.tree.map(jnp.add, grads, jax.grad(loss_fn)(params, *batch))
-
-    assert found(*step_with(jmp.scale_aware(optax.adamw(1e-3)), gradients)) == {}

@@ -296,6 +296,15 @@ def test_float64_stays_float64(storage):
 
 
 @over_storages
+def test_numpys_float64_is_float32_from_the_first_state_on(storage):
+    tx = master_weights(optax.sgd(0.1), storage=storage)
+    params = {"w": np.ones(2)}
+    state = tx.init(params)
+    expected = jax.eval_shape(tx.init, params)
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, expected)
+
+
+@over_storages
 def test_a_state_that_starts_from_the_parameters_can_be_donated(storage):
     averages_like = optax.GradientTransformation(
         lambda params: params, lambda updates, state, params=None: (updates, state)

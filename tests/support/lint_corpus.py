@@ -163,7 +163,7 @@ def entropy_and_variance_in_a_while_loop(x):
     def body(state):
         i, x = state
         centred = x - jnp.mean(x, -1, keepdims=True)
-        squares = jnp.square(centred)  # hazard: squares-in-half
+        squares = centred**2.0  # hazard: squares-in-half
         return i + 1, centred / (1.0 + jnp.mean(squares, -1, keepdims=True))
 
     return entropy, lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]

@@ -187,6 +187,7 @@ _DEGREES = {
     "sqrt": (0.5,),
     "rsqrt": (-0.5,),
     "abs": (1.0,),
+    "sign": (0.0,),
     "fft": (1.0,),
     "select_and_gather_add": (1.0, 0.0),
     "select_and_scatter_add": (1.0, 0.0),

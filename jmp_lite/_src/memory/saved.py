@@ -205,13 +205,16 @@ class _Found(NamedTuple):
     around: "_Made"  # its jaxpr
     layer: str = ""
     line: str = ""
+    is_carried: bool = False  # from one iteration of a loop to the next
 
     def row(self, var: Var) -> SavedArray:
         layer = name_scopes.without_marks(self.layer)
         if self.eqn is None:
             return _row(var, layer, "constant", self.line)
         is_autocast = name_scopes.AUTOCAST in self.layer.split("/")
-        hint = self.around.hint(self.eqn, self.var, is_autocast)
+        hint = "a loop carries it"  # which no policy computes again
+        if not self.is_carried:
+            hint = self.around.hint(self.eqn, self.var, is_autocast)
         return _row(var, layer, self.eqn.primitive.name, self.line, hint)
 
 
@@ -294,6 +297,7 @@ def _find(
         inside = _find(sub.jaxpr, out, made_in, path, line)
         if carried := _next_carry(eqn, sub, inside):
             inside = _find(sub.jaxpr, carried, made_in, path, line)
+            inside = inside._replace(is_carried=True)
         # What a body only hands on, the call has made.
         return inside if inside.eqn else _Found(var, eqn, made, path, line)
     return _Found(var, None, made, path, line)

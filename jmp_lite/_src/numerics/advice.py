@@ -16,7 +16,12 @@ from jax.typing import DTypeLike
 from jmp_lite._src import arguments, reports, trees
 from jmp_lite._src.autocast import checks
 from jmp_lite._src.gradients import check_arguments, split_aux
-from jmp_lite._src.loss_scale import LossScale, NoOpLossScale, StaticLossScale
+from jmp_lite._src.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoOpLossScale,
+    StaticLossScale,
+)
 from jmp_lite._src.numerics.dry_run import Measured, measure
 from jmp_lite._src.numerics.faults import Fault, find_faults, in_half
 from jmp_lite._src.numerics.report import DryRunReport, OpStats
@@ -154,8 +159,9 @@ def advise(
 ) -> Callable[..., Advice]:
     """Return a function that finds the policy and loss scale a loss function needs.
 
-    Dry-runs the scaled loss and its gradient on one batch. Finds the power of two that
-    scales the largest gradient in half to an eighth of the largest number of the dtype.
+    Dry-runs the scaled loss and its gradient on one batch. Finds the power of two, also
+    below 1, that scales the largest gradient in half to an eighth of the dtype's
+    largest number.
     Puts each layer whose operations overflow, or have an error of more than 32
     roundings, into float32; a layer with products in fp8 into bfloat16 first. In
     float16, it does so with layers whose half results of the forward pass, times
@@ -299,7 +305,7 @@ class _Search:
         gradients = [
             row
             for row in measured.report.rows
-            if row.direction == "backward" and in_half(row) and row.max_abs
+            if row.direction == "backward" and in_half(row)
         ]
         fitting = _fitting_scale(gradients, scale, self.dtype)
         if self.previous:
@@ -369,11 +375,12 @@ def _scaled_step(
 
 def _fitting_scale(rows: Sequence[OpStats], scale: float, dtype: DTypeLike) -> float:
     """Return the loss scale that fits, by the gradients that `scale` has scaled."""
-    if dtype != jnp.float16 or not rows:
-        return 1.0
+    largest = max((row.max_abs for row in rows), default=0.0)
+    if dtype != jnp.float16 or not largest:
+        return scale
     wanted = float(jnp.finfo(dtype).max) / _HEADROOM
-    factor = 2.0 ** math.floor(math.log2(wanted / max(row.max_abs for row in rows)))
-    return min(max(scale * factor, 1.0), _LARGEST_SCALE)
+    factor = 2.0 ** math.floor(math.log2(wanted / largest))
+    return min(max(scale * factor, 1 / _LARGEST_SCALE), _LARGEST_SCALE)
 
 
 def _as_loss_scale(
@@ -384,11 +391,19 @@ def _as_loss_scale(
     if dtype != jnp.float16 or not rows:
         return NoOpLossScale(), "No gradient is in half: no loss scale."
     largest = max(row.max_abs for row in rows) / scale
+    if not largest:
+        default = DynamicLossScale().loss_scale
+        return StaticLossScale(float(default)), (
+            "All gradients in half are 0, which says nothing of the loss scale: "
+            "ask for advice of another batch."
+        )
     before, after = _underflow(rows, dtype, 1 / scale), _underflow(rows, dtype, 1.0)
     return StaticLossScale(scale), (
         f"A loss scale of 2**{round(math.log2(scale))}: gradients reach {largest:.2g}; "
         f"{reports.percent(before)} of them would be 0 in {jnp.dtype(dtype).name} "
         f"without it, {reports.percent(after)} are with it."
+        + " A DynamicLossScale needs a min_loss_scale below it."
+        * (scale < 1)
     )
 
 

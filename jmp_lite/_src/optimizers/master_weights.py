@@ -123,7 +123,10 @@ def master_weights(
         def master(p):
             m = base.strongly_typed(trees.cast_at_least_float32(p))
             # Copied, because a step may donate both its state and the parameters.
-            return jnp.copy(m) if m is p and isinstance(m, jax.Array) else m
+            # Arrays of NumPy become what a step makes of them, float32 without x64.
+            is_numpy = isinstance(m, np.ndarray) and trees.is_castable(m)
+            is_copied = is_numpy or (m is p and isinstance(m, jax.Array))
+            return jnp.copy(m) if is_copied else m
 
         masters = jax.tree.map(master, params)
         # For the same reason, the inner state must not share buffers with the masters.

@@ -21,7 +21,8 @@ _LOSS = (
 _POSSIBLE_CAUSES = (
     "Possible causes: NaN or inf in the data, in the parameters or in value=, the loss "
     "of this batch; an overflow in the forward pass, at any scale (run that operation "
-    "in float32, or the model in bfloat16); a learning rate at which it diverged."
+    "in float32, or the model in bfloat16); gradients beyond float16 at the minimum of "
+    "the scale (a lower min_loss_scale); a learning rate at which it diverged."
 )
 _OF_STATE = ("last_finite", "skipped_steps", "consecutive_skips", "nonfinite_losses")
 

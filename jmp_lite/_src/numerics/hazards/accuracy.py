@@ -51,7 +51,7 @@ def _scales(use: Value, value: Value) -> bool:
     "in float32; in bfloat16 it has 2 digits, and E[x²] - E[x]² cancels them.",
     "Compute squares and sums in float32: x.astype(jnp.float32) before, or "
     "preferred_element_type=jnp.float32 in a product, or jmp_lite.autocast.",
-    of=Fact.ARITHMETIC | Fact.PRODUCT,
+    of=Fact.ARITHMETIC | Fact.PRODUCT | Fact.NEAR_ONE,
     in_half=True,
     in_bfloat16="warning",
 )
@@ -63,6 +63,8 @@ def _square(value: Value, _: Program) -> str | None:
 
 
 def _is_square(value: Value) -> bool:
+    if value.name == "pow":
+        return value.ins[1].number in (2.0, 4.0)
     is_power = value.facts & Fact.ARITHMETIC and sum(value.degrees) in (2.0, 4.0)
     return bool(is_power) and value.ins[0] is value.ins[-1]
 

@@ -20,7 +20,8 @@ from jmp_lite._src.jaxprs.primitives import PARTS, Fact
 from jmp_lite._src.numerics.hazards.graph import JOIN, Scaling, Value, uncast
 
 CLIPPED = "gradients are clipped while they are scaled"
-UNSCALED = "gradients that the loss scale never reached are divided by it"
+UNSCALED = "gradients that are not scaled are divided by the loss scale"
+MIXED = "gradients that are not scaled are added to gradients that are"
 
 # f(s * x) = s * f(x), of all operands together.
 _HOMOGENEOUS = Fact.LINEAR | Fact.LIMITS | Fact.SUMS | Fact.MOVES | Fact.JOINS
@@ -128,6 +129,8 @@ def _of_gradient(value: Value, found: Scaling) -> Scaling:
         pass
     elif _is_clip(value):
         found = found._replace(power=None, is_known=False, fault=CLIPPED)
+    elif _mixes(value):
+        found = found._replace(fault=MIXED)
     else:
         for operand, factor, sign in value.factors:
             x, by = operand.scaling, factor.scaling
@@ -156,6 +159,13 @@ def _is_clip(value: Value) -> bool:
         return any(_LIMITS[0] < x < _LIMITS[1] for x in limits)
     # What is clipped by its norm is divided by it.
     return len({x.power for x in gradients}) > 1
+
+
+def _mixes(value: Value) -> bool:
+    """Return whether a sum is one of gradients that are scaled and that are not."""
+    terms = [x.scaling for x in value.ins if value.facts & Fact.LINEAR]
+    known = [x for x in terms if x.is_gradient and x.is_known and not x.is_zero]
+    return len({x.is_scaled for x in known}) > 1
 
 
 def may_scale(value: Value) -> bool:

@@ -12,13 +12,13 @@ from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards import graph
 from jmp_lite._src.numerics.hazards.graph import Value
 from jmp_lite._src.numerics.hazards.rule import Find, Program, rule
-from jmp_lite._src.numerics.hazards.scaling import CLIPPED, UNSCALED
+from jmp_lite._src.numerics.hazards.scaling import CLIPPED, MIXED, UNSCALED
 
 _INSIDE = "Put it inside: scale_aware(optax.chain(..., optimizer))."
 
 
-def _has(fault: str) -> Find:
-    return lambda value, _: fault if value.scaling.fault == fault else None
+def _has(*faults: str) -> Find:
+    return lambda value, _: next((x for x in faults if value.scaling.fault == x), None)
 
 
 _unscaled = rule(
@@ -27,8 +27,9 @@ _unscaled = rule(
     "Updates are too small by the loss scale, also those of Adam, whose eps is "
     "then larger than the gradients.",
     "Use scaled_value_and_grad(loss_fn, loss_scale=opt_state), or differentiate "
-    "loss_scale.scale(loss). Unscale once: scale_aware does.",
-)(_has(UNSCALED))
+    "loss_scale.scale(loss), of each loss. Unscale once, as scale_aware does, and "
+    "normalise gradients inside of it.",
+)(_has(UNSCALED, MIXED))
 _clipped = rule(
     "clipped-while-scaled",
     "error",
