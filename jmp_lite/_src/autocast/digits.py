@@ -14,11 +14,13 @@ digits, and so does, backward, the arithmetic that passes digits on:
 They end at a matrix product, whose operands are half in any case: its *result* is the
 float32 accumulator then. A difference from a statistic of the same products, as
 `x - mean(x)` in a norm, asks nothing: what is rounded is small beside what a norm
-divides by. Nor does one from a bias. A mean of few arrays is no such statistic.
+divides by. Nor does one from a bias. A mean of few arrays is no such statistic. What
+an equation around a jaxpr knows of its operands, the jaxpr is given (`Given`).
 
 Limits: whether terms cancel depends on their values, which are not known. `x * cos -
-y * sin` asks nothing, as in rotary embeddings; nor does a sum of many terms, whose
-roundings cancel; an offset inside of a product (a column of ones) cannot be seen.
+y * sin`, terms with different factors that no product makes, asks nothing; nor does a
+sum of many terms, whose roundings cancel; an offset inside of a product (a column of
+ones) cannot be seen.
 """
 
 import collections
