@@ -116,24 +116,20 @@ class Structure(NamedTuple):
 
         A loop reads slices of them, of which no size is known.
         """
-        found, groups = [], list[int]()  # bits of products that are known to be shared
+        found, groups = [], list[int]()  # of products, as bits
         is_loop = eqn.primitive.name in LOOPS
         for v in (eqn.invars[i] for i in operands):
             if compat.is_literal(v):
                 found.append(Given())
                 continue
-            made_of = self.products.get(v, 0)
-            group = next((k for k, g in enumerate(groups) if g & made_of), len(groups))
-            groups[group : group + 1] = [core.bit_or([made_of, *groups[group:][:1]])]
-            found.append(
-                Given(
-                    group + 1 if made_of else 0,
-                    v in self.carried,
-                    v in self.negative,
-                    v in self.spread and not is_loop,
-                    v in self.statistics and not is_loop,
-                )
-            )
+            group, made_of = 0, self.products.get(v, 0)
+            if made_of:
+                shared = (k for k, g in enumerate(groups) if g & made_of)
+                group = next(shared, len(groups)) + 1
+                groups.append(made_of)
+            flags = [v in of for of in (self.carried, self.negative)]
+            flags += [not is_loop and v in of for of in (self.spread, self.statistics)]
+            found.append(Given(group, *flags))
         return tuple(found)
 
     def is_moved_input(self, var: Var) -> bool:
