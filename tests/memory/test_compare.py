@@ -121,6 +121,9 @@ def test_progress_and_mistakes():
         memory.compare({})
     with pytest.raises(TypeError, match="names to steps.*of_step.*got <function"):
         memory.compare(loss_fn)  # pyright: ignore[reportArgumentType] - the mistake
+    with pytest.raises(TypeError) as info:
+        memory.compare({**steps, "c": (lambda x: x @ x, (X,))})
+    assert "In the step 'c' of memory.compare." in info.value.__notes__
     expected = "Expected a pair for 'a', a step and a tup"
     for entry in (loss_fn, (loss_fn,), (loss_fn, PARAMS), (3, ())):
         with pytest.raises(TypeError, match=expected):

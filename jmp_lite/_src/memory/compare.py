@@ -177,5 +177,9 @@ def compare(
                 )
         if on_progress is not None:
             on_progress(name)
-        rows.append(Compared(name, step.of_step(fun, device, **options)(*args)))
+        try:
+            rows.append(Compared(name, step.of_step(fun, device, **options)(*args)))
+        except Exception as error:
+            error.add_note(f"In the step {name!r} of memory.compare.")
+            raise
     return Comparison(tuple(sorted(rows, key=lambda row: row.report.peak)))
