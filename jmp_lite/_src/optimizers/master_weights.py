@@ -122,11 +122,10 @@ def master_weights(
     def init_fn(params: optax.Params) -> optax.OptState:
         def master(p):
             m = base.strongly_typed(trees.cast_at_least_float32(p))
+            if isinstance(m, np.ndarray) and trees.is_castable(m):
+                return jnp.array(m)  # of the dtype that a step gives it
             # Copied, because a step may donate both its state and the parameters.
-            # Arrays of NumPy become what a step makes of them, float32 without x64.
-            is_numpy = isinstance(m, np.ndarray) and trees.is_castable(m)
-            is_copied = is_numpy or (m is p and isinstance(m, jax.Array))
-            return jnp.copy(m) if is_copied else m
+            return jnp.copy(m) if m is p and isinstance(m, jax.Array) else m
 
         masters = jax.tree.map(master, params)
         # For the same reason, the inner state must not share buffers with the masters.
