@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.primitives import PARTS, Fact
+from jmp_lite._src.numerics.hazards import graph
 from jmp_lite._src.numerics.hazards.graph import JOIN, Scaling, Value, uncast
 
 CLIPPED = "gradients are clipped while they are scaled"
@@ -162,10 +163,16 @@ def _is_clip(value: Value) -> bool:
 
 
 def _mixes(value: Value) -> bool:
-    """Return whether a sum is one of gradients that are scaled and that are not."""
-    terms = [x.scaling for x in value.ins if value.facts & Fact.LINEAR]
-    known = [x for x in terms if x.is_gradient and x.is_known and not x.is_zero]
-    return len({x.is_scaled for x in known}) > 1
+    """Return whether a sum is one of gradients that are scaled and that are not.
+
+    Parameters that a loop carries were updated by gradients, and are none.
+    """
+    terms = [x for x in value.ins if value.facts & Fact.LINEAR]
+    of = [x for x in terms if x.scaling.is_gradient and x.scaling.is_known]
+    plain = [x for x in of if not (x.scaling.is_zero or x.scaling.is_scaled)]
+    if not plain or not any(x.scaling.is_scaled for x in of):
+        return False
+    return any(term.is_backward for x in plain for term, _ in graph.terms_of(x))
 
 
 def may_scale(value: Value) -> bool:
