@@ -246,9 +246,9 @@ def select_tree(pred: ArrayLike, a: T, b: T) -> T:
 
 
 def on_host(tree: T) -> T:
-    """Return a tree with its arrays on the host, in one transfer.
+    """Return a tree with its arrays on the host, in one transfer if they are there.
 
-    Each of several processes gets whole arrays, also where XLA has sharded them.
+    Each of several processes gets whole arrays; what XLA has sharded is gathered.
     """
     return jax.device_get(jax.tree.map(_whole, tree))
 

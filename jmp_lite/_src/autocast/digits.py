@@ -23,7 +23,6 @@ sum of many terms, whose roundings cancel; an offset inside of a product (a colu
 ones) cannot be seen.
 """
 
-import collections
 import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
@@ -114,23 +113,25 @@ class Structure(NamedTuple):
     def given(self, eqn: Eqn, operands: Iterable[int]) -> tuple[Given, ...]:
         """Return what is known of the operands of an equation, for its jaxpr.
 
-        A loop reads slices of them, of which no size is known.
+        A loop reads slices of them, of which no size is known. Only sums and products
+        ask for it: without these, calls that differ in it share a plan.
         """
-        found, groups = [], list[int]()  # of products, as bits
-        is_loop = eqn.primitive.name in LOOPS
-        for v in (eqn.invars[i] for i in operands):
-            if compat.is_literal(v):
-                found.append(Given())
-                continue
-            group, made_of = 0, self.products.get(v, 0)
-            if made_of:
-                shared = (k for k, g in enumerate(groups) if g & made_of)
-                group = next(shared, len(groups)) + 1
-                groups.append(made_of)
-            flags = [v in of for of in (self.carried, self.negative)]
-            flags += [not is_loop and v in of for of in (self.spread, self.statistics)]
-            found.append(Given(group, *flags))
-        return tuple(found)
+        names = (inner.primitive.name for inner in inner_eqns(eqn))
+        if not any(adds(name) or multiplies(name) for name in names):
+            return ()
+        sizes_known = eqn.primitive.name not in LOOPS
+        return tuple(
+            Given()
+            if compat.is_literal(v)
+            else Given(
+                is_product=v in self.products,
+                is_carried=v in self.carried,
+                is_negative=v in self.negative,
+                is_spread=sizes_known and v in self.spread,
+                is_statistic=sizes_known and v in self.statistics,
+            )
+            for v in (eqn.invars[i] for i in operands)
+        )
 
     def is_moved_input(self, var: Var) -> bool:
         """Return whether a variable is an input, or moved from one: no rows of it."""
@@ -174,10 +175,10 @@ def structure(
     carried = set(filter(core.is_f32, carry))
     known = origins, carried, frozenset(inputs)
     found = Structure(*known, {}, {}, {}, {}, set(), set(), set(), set())
-    of_groups: dict[int, int] = collections.defaultdict(lambda: 1 << next(count))
+    around = 1 << next(count)  # the products there
     for v, of in zip(jaxpr.invars, given, strict=False):  # none of a whole function
-        if of.products:
-            found.products[v] = of_groups[of.products]
+        if of.is_product:
+            found.products[v] = around
         if of.is_carried:
             carried.add(v)
         if of.is_negative:
@@ -225,8 +226,8 @@ def _note(eqn: Eqn, found: Structure) -> None:
     others = [v for v in floats if v not in found.statistics]
     is_of_statistics = len(others) < len(floats) and found.spread.keys() >= {*others}
     is_total = reduces and known & (Fact.SUMS | Fact.CHOOSES)
-    # Rows that are repeated along different axes make an array.
-    is_of_statistics &= len(axes) == 1 or bool(shared) or not all(axes)
+    if len(axes) > 1 and all(axes) and not shared:
+        is_of_statistics = False  # rows along different axes make an array
     if is_of_statistics or (is_total and not _is_near_terms(eqn, found.made_by)):
         found.statistics.update(eqn.outvars)
     carried = [v in found.carried for v in floats]

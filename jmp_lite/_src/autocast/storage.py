@@ -151,7 +151,7 @@ class Ends(NamedTuple):
 class Given(NamedTuple):
     """What is known of an input of a jaxpr around it: see `digits.Structure`."""
 
-    products: int = 0  # the same number for inputs that share some; 0 for none
+    is_product: bool = False  # or made of products
     is_carried: bool = False
     is_negative: bool = False
     is_spread: bool = False

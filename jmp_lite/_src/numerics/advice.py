@@ -159,15 +159,14 @@ def advise(
 ) -> Callable[..., Advice]:
     """Return a function that finds the policy and loss scale a loss function needs.
 
-    Dry-runs the scaled loss and its gradient on one batch. Finds the power of two, also
-    below 1, that scales the largest gradient in half to an eighth of the dtype's
-    largest number.
-    Puts each layer whose operations overflow, or have an error of more than 32
-    roundings, into float32; a layer with products in fp8 into bfloat16 first. In
-    float16, it does so with layers whose half results of the forward pass, times
-    `headroom`, are beyond 65504. Repeats this until nothing changes; a layer that holds
-    others of these waits for them. If an operation shows an error of another layer
-    (`1 - p`, where `p` was rounded to 1), that layer goes into float32.
+    Dry-runs the scaled loss and its gradient on one batch. Finds the power of two that
+    scales the largest gradient in half to an eighth of the largest number of the dtype.
+    It may be below 1. Puts each layer whose operations overflow, or have an error of
+    more than 32 roundings, into float32; a layer with products in fp8 into bfloat16
+    first. In float16, it does so with layers whose half results of the forward pass,
+    times `headroom`, are beyond 65504. Repeats this until nothing changes; a layer that
+    holds others of these waits for them. If an operation shows an error of another
+    layer (`1 - p`, where `p` was rounded to 1), that layer goes into float32.
 
     Args:
       loss_fn: returns a scalar loss, written in float32.
@@ -398,12 +397,11 @@ def _as_loss_scale(
             "ask for advice of another batch."
         )
     before, after = _underflow(rows, dtype, 1 / scale), _underflow(rows, dtype, 1.0)
+    below = "" if scale >= 1 else " A DynamicLossScale needs a min_loss_scale below it."
     return StaticLossScale(scale), (
         f"A loss scale of 2**{round(math.log2(scale))}: gradients reach {largest:.2g}; "
         f"{reports.percent(before)} of them would be 0 in {jnp.dtype(dtype).name} "
-        f"without it, {reports.percent(after)} are with it."
-        + " A DynamicLossScale needs a min_loss_scale below it."
-        * (scale < 1)
+        f"without it, {reports.percent(after)} are with it.{below}"
     )
 
 

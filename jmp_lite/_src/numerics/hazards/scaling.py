@@ -167,10 +167,11 @@ def _mixes(value: Value) -> bool:
 
     Parameters that a loop carries were updated by gradients, and are none.
     """
-    terms = [x for x in value.ins if value.facts & Fact.LINEAR]
-    of = [x for x in terms if x.scaling.is_gradient and x.scaling.is_known]
-    plain = [x for x in of if not (x.scaling.is_zero or x.scaling.is_scaled)]
-    if not plain or not any(x.scaling.is_scaled for x in of):
+    if not value.facts & Fact.LINEAR:
+        return False
+    known = [x for x in value.ins if x.scaling.is_gradient and x.scaling.is_known]
+    plain = [x for x in known if not (x.scaling.is_zero or x.scaling.is_scaled)]
+    if not plain or not any(x.scaling.is_scaled for x in known):
         return False
     return any(term.is_backward for x in plain for term, _ in graph.terms_of(x))
 
