@@ -142,10 +142,16 @@ CHOICES = {
     "in jit": lambda h: jax.jit(jnp.where)(h > 0, h, 0.5 * h),
     "in scan": lambda h: lax.map(lambda row: jnp.where(row > 0, row, 0.0), h),
 }
+
+
+def _centred(h):
+    return h - h.mean(-1, keepdims=True)
+
+
 NO_DIGITS = {
     "activation": lambda h: jax.nn.gelu(h) @ W,
     "bias": lambda h: jnp.tanh(h + 1.0) @ W,
-    "layer norm": lambda h: (h - h.mean(-1, keepdims=True)) @ W,
+    "layer norm": lambda h: _centred(h.reshape(2, 16)).reshape(4, 8) @ W,
     "softmax": lambda h: jax.nn.softmax(h) @ W,
     "relu": lambda h: jax.nn.relu(h) @ W,
     "clip": lambda h: jnp.clip(h, -1, 1) @ W,

@@ -186,7 +186,7 @@ def test_a_stream_that_norms_make_is_rounded_once(half: str) -> None:
     """For all that reads it: what is added next, too."""
     dtype = DTYPES[half].dtype
     cast = autocast(_norm_after_each_product, POLICIES[half])
-    jaxpr = jaxprs.trace(cast, W, X)
+    jaxpr = jaxprs.trace(cast, weight(0, 16, 16), normal(1, 4, 16))
     relus = [e for e in jaxpr.eqns if "max" in str(e) and len(e.invars) == 1]
     for (out,) in (eqn.outvars for eqn in relus):
         readers = [e for e in jaxpr.eqns if any(v is out for v in e.invars)]

@@ -251,11 +251,9 @@ def difference_in_a_call(mm, w):
     return jnp.append(added, jax.jit(jnp.subtract)(a, b[0]))
 
 
-SCALES = 1, 1.01, 1.03, 1.04, 1.06
-
-
-def deviation_of_five(mm, w):
-    of_members = [mm(NEAR_ONE.astype(w.dtype), _near(w) * s) for s in SCALES]
+def deviation_of_ten(mm, w):
+    scales = 1 + 0.01 * np.arange(10)
+    of_members = [mm(NEAR_ONE.astype(w.dtype), _near(w) * s) for s in scales]
     return jnp.std(jnp.stack(of_members), 0)
 
 
@@ -296,7 +294,7 @@ _NAMED = [
     distances_of_positions,
     from_rows_of_a_small_table,
     difference_in_a_call,
-    deviation_of_five,
+    deviation_of_ten,
     discounted,
     large_power,
     prefix_products,

@@ -70,12 +70,10 @@ class Use:
 
 NEAR, TERMS, ALL = Use.NEAR, Use.TERMS, Use.ALL
 
-# How many terms a sum has whose roundings cancel.
+# How many terms a sum has whose roundings cancel, and a mean that is near none of them.
 _MANY = 16
 # A power from here on multiplies a number many times.
 _LARGE_POWER = 8
-# A mean of fewer arrays is near each of them: what it is subtracted from cancels.
-_OF_A_NORM = 8
 
 
 def is_wide(use: int) -> bool:
@@ -256,7 +254,7 @@ def _repeated_axes(
 def _is_near_terms(eqn: Eqn, made_by: Mapping[Var, Eqn]) -> bool:
     """Return whether it sums few arrays as they are, and their mean is near each."""
     operand, out = eqn.invars[0], eqn.outvars[0]
-    if core.size(operand) >= core.size(out) * _OF_A_NORM:
+    if core.size(operand) >= core.size(out) * _MANY:
         return False
     makers = [made_by.get(v) for v in variables([_moved_from(operand, made_by)])]
     linear = Fact.LINEAR | Fact.JOINS | Fact.PRODUCT
