@@ -18,7 +18,7 @@ from jmp_lite._src import compat
 from jmp_lite._src.jaxprs.sites import Site, sites
 from jmp_lite._src.jaxprs.tracing import trace
 from jmp_lite._src.jaxprs.walk import Equation, Walker
-from jmp_lite._src.numerics.runs import Observer, Operation, Run
+from jmp_lite._src.numerics.runs import Operation, Run
 
 
 class _Depths(Walker):
@@ -36,14 +36,15 @@ class _Depths(Walker):
         return tags.max(initial=0)
 
 
-class _Counter(Observer):
+class _Counter(Run):
     """The same on the host; notes in which iterations each site ran."""
 
     def __init__(self, count: int):
+        super().__init__()
         self.ran: list[list[tuple[int, ...]]] = [[] for _ in range(count)]
 
     def observe(self, op: Operation) -> Any:
-        self.ran[op.site].append(op.loops)
+        self.ran[op.site].append(op.moment.loops)
         return [max([0, *op.tags]) + 1] * len(op.eqn.outvars)
 
     def tag_constant(self, value: Any) -> int:
@@ -71,11 +72,10 @@ def walk(fun: Any, *args: Any) -> tuple[Any, list[Any], Any]:
 def run(fun: Any, *args: Any) -> tuple[Any, list[int], list[list[tuple[int, ...]]]]:
     """Return a function's result, how deep each output is, and when each site ran."""
     traced, jaxpr, consts = opened(fun, args)
-    counter = _Counter(len(sites(jaxpr)))
-    runner = Run(counter)
+    runner = _Counter(len(sites(jaxpr)))
     outs, _ = runner.run(jaxpr, consts, [runner.cell(x, 0) for x in traced.args])
     result = traced.restore([cell.value for cell in outs])
-    return result, [cell.tag for cell in outs], counter.ran
+    return result, [cell.tag for cell in outs], runner.ran
 
 
 def sites_of(fun: Any, *args: Any) -> list[Site]:

@@ -30,7 +30,7 @@ class Site:
     loops: int = 0  # how many are around it
 
 
-_TOP = Site("", "", "", "forward", "")
+TOP = Site("", "", "", "forward", "")
 
 
 def sites(jaxpr: Jaxpr) -> list[Site]:
@@ -50,7 +50,7 @@ def sites(jaxpr: Jaxpr) -> list[Site]:
                 site = dataclasses.replace(site, layer=layer, direction=direction)
                 found.append(site)
 
-    visit(jaxpr, _TOP)
+    visit(jaxpr, TOP)
     return found
 
 
@@ -59,7 +59,7 @@ def count_sites(eqns: Iterable[Eqn]) -> int:
     return sum(1 for _ in control_flow.site_eqns(eqns))
 
 
-def site_of(eqn: Eqn, around: Site = _TOP) -> Site:
+def site_of(eqn: Eqn, around: Site = TOP) -> Site:
     """Return the site of an equation in the call, loop or branch around it."""
     stack = name_scopes.of(eqn)
     is_backward = name_scopes.is_backward(stack, around.direction == "backward")

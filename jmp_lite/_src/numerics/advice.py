@@ -22,17 +22,11 @@ from jmp_lite._src.loss_scale import (
     NoOpLossScale,
     StaticLossScale,
 )
-from jmp_lite._src.numerics.dry_run import Measured, measure
+from jmp_lite._src.numerics.dry_run import measure
 from jmp_lite._src.numerics.faults import Fault, find_faults, in_half
 from jmp_lite._src.numerics.report import DryRunReport, OpStats
 from jmp_lite._src.numerics.stats import EXPONENTS
-from jmp_lite._src.policy import (
-    Policy,
-    PolicyMap,
-    get_policy,
-    paths_around,
-    pattern_of,
-)
+from jmp_lite._src.policy import Policy, PolicyMap, get_policy, paths_around, pattern_of
 
 # The loss scale brings the largest gradient to this fraction of the largest number,
 # because later batches have larger gradients.
@@ -80,13 +74,10 @@ class Advice(reports.Report):
     def code(self) -> str:
         """Return the advice as Python code."""
         if isinstance(self.policy, PolicyMap):
-            rules = "".join(
-                f"    {pattern!r}: {str(policy)!r},\n"
-                for pattern, policy in self.policy.rules
-            )
+            rules = [f"    {x!r}: {str(rule)!r},\n" for x, rule in self.policy.rules]
             unused = ", allow_unused=True" if self.policy.allow_unused else ""
             default = str(self.policy.default)
-            policy = f"jmp.PolicyMap({default!r}, {{\n{rules}}}{unused})"
+            policy = f"jmp.PolicyMap({default!r}, {{\n{''.join(rules)}}}{unused})"
         else:
             policy = f"jmp.get_policy({str(self.policy)!r})"
         scale = "jmp.NoOpLossScale()"
@@ -212,132 +203,89 @@ def advise(
     if not isinstance(previous, Advice | None):
         raise TypeError(f"Expected an Advice as previous, got {previous!r}.")
 
-    step_of = functools.partial(_scaled_step, loss_fn, argnums, has_aux)
+    # Where bfloat16 ends, so does float32.
+    headroom = headroom if dtype == jnp.float16 else 1.0
+    scale_before = float(previous.loss_scale.loss_scale) if previous else math.inf
 
     def find(*args, **kwargs) -> Advice:
-        search = _Search(step_of, start, (args, kwargs), dtype, headroom, previous)
-        advice, warning = search.run()
+        # Layers, each with its reason.
+        in_float32 = dict(previous.in_float32 if previous else ())
+        not_in_fp8 = dict(previous.not_in_fp8 if previous else ())
+        rounds, fitting = 0, 1.0
+        while True:
+            rounds, scale = rounds + 1, fitting
+            step = _scaled_step(loss_fn, argnums, has_aux, scale)
+            found = _with_rules(start, in_float32, not_in_fp8)
+            *_, report, warning = measure(step, found, (args, kwargs), caller="advise")
+            backward = [row for row in report.rows if row.direction == "backward"]
+            gradients = [row for row in backward if in_half(row)]
+            fitting = min(_fitting_scale(gradients, scale, dtype), scale_before)
+            # Faults of the backward pass count once the loss scale fits.
+            faults = [
+                fault
+                for fault in find_faults(report, in_float32, headroom)
+                if fault.row.direction == "forward" or fitting == scale
+            ]
+            named = [fault for fault in reversed(faults) if fault.layer]
+            if rounds == _ROUNDS or (not named and fitting == scale):
+                break
+            in_fp8 = {row.layer for row in report.rows if row.is_fp8}
+            for fault in _innermost(named):
+                if fault.layer in in_fp8:
+                    not_in_fp8[fault.layer] = fault.reason(in_fp8=True)
+                else:
+                    in_float32[fault.layer] = fault.reason()
         if warning:
             warnings.warn(warning, stacklevel=2)
-        return advice
+        loss_scale, reason = _as_loss_scale(gradients, scale, dtype)
+        rest = [x for layer, x in not_in_fp8.items() if layer not in in_float32]
+        # The worst of those that one remedy repairs, as both operands of a product.
+        left = {x.remedy(): x.left() for x in reversed(faults)}
+        return Advice(
+            policy=found,
+            loss_scale=loss_scale,
+            reasons=(*in_float32.values(), *rest, reason, *reversed(left.values())),
+            left=tuple(fault.row for fault in faults),
+            report=report,
+            in_float32=tuple(in_float32.items()),
+            not_in_fp8=tuple(not_in_fp8.items()),
+        )
 
     return find
 
 
-@dataclasses.dataclass
-class _Turn:
-    """A dry run with some layers in float32."""
+def _innermost(faults: Sequence[Fault]) -> list[Fault]:
+    """Return those of the forward pass, which the backward pass repeats, or all.
 
-    measured: Measured
-    policy: Policy | PolicyMap
-    scale: float  # the loss scale that it ran with
-    gradients: list[OpStats]  # those in half
-    fitting: float  # the one that fits its gradients
-    faults: list[Fault]
+    Without those of a layer that holds others: these may be all that must be repaired.
+    """
+    forward = [fault for fault in faults if fault.row.direction == "forward"]
+    faults = forward or faults
+    around = {outer for x in faults for outer in paths_around(x.layer)[:-1]}
+    return [fault for fault in faults if fault.layer not in around]
 
 
-@dataclasses.dataclass
-class _Search:
-    """The search for a policy and a loss scale."""
-
-    # What a dry run runs, of the loss scale.
-    step_of: Callable[[float], Callable[..., Any]]
-    start: Policy | PolicyMap
-    args_and_kwargs: tuple[Any, Any]
-    dtype: DTypeLike
-    headroom: float
-    previous: Advice | None
-    # The layers that must not be in fp8, each with its reason; `run` fills it.
-    not_in_fp8: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def run(self) -> tuple[Advice, str]:
-        """Return the advice, and a warning or `""`."""
-        why: dict[str, str] = {}
-        if self.previous:
-            why.update(self.previous.in_float32)
-            self.not_in_fp8.update(self.previous.not_in_fp8)
-        turn = self._turn(1.0, why)
-        for _ in range(_ROUNDS - 1):
-            # The backward pass repeats errors of the forward pass.
-            named = [fault for fault in reversed(turn.faults) if fault.layer]
-            forward = [fault for fault in named if fault.row.direction == "forward"]
-            if not named and turn.fitting == turn.scale:
-                break
-            in_fp8 = {row.layer for row in turn.measured.report.rows if row.is_fp8}
-            around = {
-                outer
-                for fault in forward or named
-                for outer in paths_around(fault.layer)[:-1]
-            }
-            for fault in forward or named:
-                # Layers inside of this one may be all that must be in float32.
-                if fault.layer in around:
-                    continue
-                if fault.layer in in_fp8:
-                    self.not_in_fp8[fault.layer] = fault.reason(in_fp8=True)
-                    continue
-                why[fault.layer] = fault.reason()
-            turn = self._turn(turn.fitting, why)
-        loss_scale, reason = _as_loss_scale(turn.gradients, turn.scale, self.dtype)
-        # The worst of those that one remedy repairs, as both operands of a product.
-        left = {x.remedy(): x.left() for x in reversed(turn.faults)}
-        advice = Advice(
-            policy=turn.policy,
-            loss_scale=loss_scale,
-            reasons=(
-                *why.values(),
-                *[text for x, text in self.not_in_fp8.items() if x not in why],
-                reason,
-                *reversed(left.values()),
-            ),
-            left=tuple(fault.row for fault in turn.faults),
-            report=turn.measured.report,
-            in_float32=tuple(why.items()),
-            not_in_fp8=tuple(self.not_in_fp8.items()),
-        )
-        return advice, turn.measured.warning
-
-    def _turn(self, scale: float, layers: dict[str, str]) -> _Turn:
-        """Return a dry run with `layers` in float32."""
-        step, policy = self.step_of(scale), self._with_rules(layers)
-        measured = measure(step, policy, self.args_and_kwargs, caller="advise")
-        gradients = [
-            row
-            for row in measured.report.rows
-            if row.direction == "backward" and in_half(row)
-        ]
-        fitting = _fitting_scale(gradients, scale, self.dtype)
-        if self.previous:
-            fitting = min(fitting, float(self.previous.loss_scale.loss_scale))
-        # Where bfloat16 ends, so does float32.
-        headroom = self.headroom if self.dtype == jnp.float16 else 1.0
-        # Faults of the backward pass count once the loss scale fits.
-        faults = [
-            fault
-            for fault in find_faults(measured.report, set(layers), headroom)
-            if fault.row.direction == "forward" or fitting == scale
-        ]
-        return _Turn(measured, policy, scale, gradients, fitting, faults)
-
-    def _with_rules(self, layers: Collection[str]) -> Policy | PolicyMap:
-        """Return a policy with rules for layers: float32, or not fp8."""
-        start = _as_map(self.start)
-        half = dataclasses.replace(start.default, matmul_dtype=None)
-        half = half.with_output_dtype(start.default.compute_dtype)
-        # By layer; one inside of another needs no rule.
-        chosen: dict[str, Policy | str] = {}
-        outer_first = functools.partial(sorted, key=lambda layer: layer.count("/"))
-        for layer in (*outer_first(layers), *outer_first(self.not_in_fp8)):
-            if chosen.keys().isdisjoint(paths_around(layer)):
-                chosen[layer] = "full" if layer in layers else half
-        if not chosen:
-            return self.start
-        # Of rules with the same pattern, the first one is right.
-        rules = {pattern_of(layer): policy for layer, policy in chosen.items()}
-        for given, policy in start.rules:
-            rules.setdefault(given, policy)
-        allow_unused = isinstance(self.start, PolicyMap)
-        return PolicyMap(start.default, rules, allow_unused=allow_unused)
+def _with_rules(
+    start: Policy | PolicyMap, in_float32: Collection[str], not_in_fp8: Collection[str]
+) -> Policy | PolicyMap:
+    """Return a policy with rules for layers: float32, or half and not fp8."""
+    policy = _as_map(start)
+    half = dataclasses.replace(policy.default, matmul_dtype=None)
+    half = half.with_output_dtype(half.compute_dtype)
+    # By layer; one inside of another needs no rule.
+    chosen: dict[str, Policy | str] = {}
+    outer_first = functools.partial(sorted, key=lambda layer: layer.count("/"))
+    for layer in (*outer_first(in_float32), *outer_first(not_in_fp8)):
+        if chosen.keys().isdisjoint(paths_around(layer)):
+            chosen[layer] = "full" if layer in in_float32 else half
+    if not chosen:
+        return start
+    # Of rules with the same pattern, the first one is right.
+    rules = {pattern_of(layer): rule for layer, rule in chosen.items()}
+    for pattern, rule in policy.rules:
+        rules.setdefault(pattern, rule)
+    allow_unused = isinstance(start, PolicyMap)
+    return PolicyMap(policy.default, rules, allow_unused=allow_unused)
 
 
 def _as_map(policy: Policy | PolicyMap) -> PolicyMap:

@@ -5,8 +5,8 @@ half already would be compared with itself, without any error, and is refused.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jmp_lite._src.autocast.emit import Emitter
 from jmp_lite._src.autocast.options import OpRules, resolve_rules
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.core import Jaxpr
-from jmp_lite._src.jaxprs.sites import Site, in_loop, site_of, sites
+from jmp_lite._src.jaxprs.sites import TOP, Site, in_loop, site_of, sites
 from jmp_lite._src.numerics import nonfinite, runs
 from jmp_lite._src.numerics.lockstep import NO_ERROR, Lockstep
 from jmp_lite._src.numerics.report import DryRunReport, place
@@ -79,21 +79,12 @@ def dry_run(
     rules = resolve_rules(rules, policy, compute_dtype, half_results, fp8_min_size)
 
     def run(*args, **kwargs) -> DryRunReport:
-        measured = measure(fun, policy, (args, kwargs), rules=rules)
-        if measured.warning:
-            warnings.warn(measured.warning, stacklevel=2)
-        return measured.report
+        *_, report, warning = measure(fun, policy, (args, kwargs), rules=rules)
+        if warning:
+            warnings.warn(warning, stacklevel=2)
+        return report
 
     return run
-
-
-class Measured(NamedTuple):
-    """The results of a dry run: in float32, and as the policy has them."""
-
-    outs: list[Array]
-    lows: list[jax.Array]
-    report: DryRunReport
-    warning: str
 
 
 def measure(
@@ -103,8 +94,11 @@ def measure(
     *,
     rules: OpRules | None = None,
     caller: str = "dry_run",
-) -> Measured:
-    """Run a function in float32 and under a policy, as `check_policy` returns it."""
+) -> tuple[list[Array], list[jax.Array], DryRunReport, str]:
+    """Run a function in float32 and under a policy, as `check_policy` returns it.
+
+    Returns its results there, those of the policy, the report, and a warning or `""`.
+    """
     runs.check_has_values(args_and_kwargs, caller)
     compute_dtype = checks.check_policy(policy, "dry_run")[1]
     rules = OpRules.default(compute_dtype) if rules is None else rules
@@ -114,23 +108,27 @@ def measure(
     )
     plan, arrays = planned.plan, planned.traced.args
     warning = _check_is_float32(plan.jaxpr, caller)
-    observer = Lockstep(sites(plan.jaxpr), compute_dtype)
-    run = runs.Run(observer, Emitter(planned.analyzer))
+    run = Lockstep(sites(plan.jaxpr), Emitter(planned.analyzer))
     cells = [run.cell(x, NO_ERROR) for x in arrays]
     outs, _ = run.run(plan.jaxpr, plan.consts, cells, plan=plan)
     values, shadows = [out.value for out in outs], [out.shadow for out in outs]
-    lows = runs.values_of(compute_dtype, plan.jaxpr.outvars, shadows)
     # NumPy compiles nothing.
     numbers = [np.asarray(x) for x in values if runs.is_floating(x)]
-    if not (observer.is_finite_in_half and all(np.isfinite(x).all() for x in numbers)):
+    if not (run.is_finite_in_half and all(np.isfinite(x).all() for x in numbers)):
         found = nonfinite.locate(planned.traced, args_and_kwargs, in_half=True)
-        _check_is_finite(found, numbers, caller)
-    return Measured(
-        outs=values,
-        lows=lows.read(plan.jaxpr.outvars, (False,) * len(outs)),
-        report=DryRunReport(tuple(observer.rows()), observer.half),
-        warning=warning,
-    )
+        came_in = found is None or found.primitive in ("argument", "constant")
+        # Infinite inputs, such as masks, may be results, NaNs may not.
+        if not came_in or any(np.isnan(x).any() for x in numbers):
+            raise ValueError(
+                f"{caller} compares a program in float32 with itself under a policy, "
+                f"and this one is not finite by itself: {found} No policy repairs "
+                "that. Repair it, or pass a batch and parameters on which the function "
+                "is finite."
+            )
+    lows = runs.values_of(compute_dtype, plan.jaxpr.outvars, shadows)
+    in_half = lows.read(plan.jaxpr.outvars, (False,) * len(outs))
+    report = DryRunReport(tuple(run.rows()), run.half)
+    return values, in_half, report, warning
 
 
 def _check_is_float32(jaxpr: Jaxpr, caller: str) -> str:
@@ -161,15 +159,13 @@ def _check_is_float32(jaxpr: Jaxpr, caller: str) -> str:
     return f"{text} Their errors are not measured. {remedy}"
 
 
-def _products(
-    jaxpr: Jaxpr, around: Site | None = None
-) -> Iterator[tuple[Site, np.dtype, int]]:
+def _products(jaxpr: Jaxpr, around: Site = TOP) -> Iterator[tuple[Site, np.dtype, int]]:
     """Yield each matrix product, the dtype of its operands, half if one of them is.
 
     And its FLOPs in all its runs; a `while` runs once.
     """
     for eqn in jaxpr.eqns:
-        site = site_of(eqn) if around is None else site_of(eqn, around)
+        site = site_of(eqn, around)
         if name_scopes.IN_HALF in site.layer.split("/"):  # half in every policy
             continue
         if eqn.primitive.name in products.NAMES:
@@ -179,22 +175,3 @@ def _products(
         inside = in_loop(eqn, site)
         for body in compat.jaxprs_of(eqn):
             yield from _products(body, inside)
-
-
-def _check_is_finite(
-    found: nonfinite.NonFinite | None, results: Sequence[np.ndarray], caller: str
-) -> None:
-    """Raise if an operation of the float32 run made a number that is not finite.
-
-    That is found in its results, or in half. Infinite inputs, such as masks, may be
-    results, NaNs may not.
-    """
-    has_nan = any(np.isnan(x).any() for x in results)
-    came_in = found is None or found.primitive in ("argument", "constant")
-    if came_in and not has_nan:
-        return
-    raise ValueError(
-        f"{caller} compares a program in float32 with itself under a policy, and this "
-        f"one is not finite by itself: {found} No policy repairs that. Repair it, or "
-        "pass a batch and parameters on which the function is finite."
-    )

@@ -21,11 +21,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_lite._src import dtypes, fp8, trees
+from jmp_lite._src.autocast.emit import Emitter
 from jmp_lite._src.jaxprs.primitives import CAST, Fact, named
 from jmp_lite._src.jaxprs.sites import Site
 from jmp_lite._src.numerics import stats
 from jmp_lite._src.numerics.report import SHARES, OpStats
-from jmp_lite._src.numerics.runs import Array, Observer, Operation
+from jmp_lite._src.numerics.runs import Array, Operation, Run
 
 # Rounding alone makes errors up to this many roundings: a product of a thousand terms
 # has about one. A cancellation can have any number.
@@ -57,23 +58,15 @@ class Record(NamedTuple):
     source: int  # the site that rounded away the digits that are lost here
     dtype: str  # half or fp8, as the policy has it, or ""
 
-    def merged(self, other: "Record") -> "Record":
-        """Return the record of two runs of one operation."""
-        worst = max(self, other, key=lambda record: record.added_error)
-        return worst._replace(
-            stats=stats.merge_on_host(self.stats, other.stats),
-            error=max(self.error, other.error),
-            backward=self.backward or other.backward,
-        )
 
-
-class Lockstep(Observer):
+class Lockstep(Run):
     """Compares the two runs, and records what it finds at the sites of the program."""
 
-    def __init__(self, known: Sequence[Site], low_dtype: DTypeLike):
-        self.known, self.low_dtype = known, low_dtype
-        self.half = str(np.dtype(low_dtype))
-        self.limit = ROUNDINGS * float(jnp.finfo(low_dtype).eps)
+    def __init__(self, known: Sequence[Site], emitter: Emitter):
+        super().__init__(emitter)
+        self.known, self.low_dtype = known, emitter.half_dtype
+        self.half = str(self.low_dtype)
+        self.limit = ROUNDINGS * float(jnp.finfo(self.low_dtype).eps)
         # Per site: of the two operands of a product that reads half, and of the result.
         self._records: list[list[Record | None]] = [[None] * 3 for _ in known]
         # Whether what the program has in half itself is finite.
@@ -151,8 +144,8 @@ class Lockstep(Observer):
             )
             dtype = str(np.dtype(rule.dtypes[i]))
         # A cast may have been moved out of a loop, away from the product it is for.
-        is_cast = low.dtype != op.low_ins[i].dtype or tag.source < 0
-        is_cast = is_cast or dtype != self.half
+        is_cast = low.dtype != op.low_ins[i].dtype or dtype != self.half
+        is_cast = is_cast or tag.source < 0
         source = op.site if is_cast and tag.error <= self.limit else tag.source
         added = _added_error(error, tag.error)
         self._add(op.site, i, Record(found, error, added, tag.backward, source, dtype))
@@ -165,7 +158,10 @@ class Lockstep(Observer):
 
         Operands, which have these tags, do not have the part `added`.
         """
-        rounds, rounded = _rounds(op, low), [tag for tag in tags if tag.source >= 0]
+        was_half = any(x is not None and x.dtype == low.dtype for x in op.low_ins)
+        is_exact = was_half and op.eqn.primitive.name in EXACT
+        rounds = dtypes.is_half(low.dtype) and not is_exact
+        rounded = [tag for tag in tags if tag.source >= 0]
         if not rounded:
             return op.site if low is not full and rounds else -1
         worst = max(rounded)
@@ -180,7 +176,14 @@ class Lockstep(Observer):
 
     def _add(self, site: int, which: int, record: Record) -> None:
         before = self._records[site][which]
-        self._records[site][which] = before.merged(record) if before else record
+        if before is not None:  # of another iteration
+            worst = max(before, record, key=lambda record: record.added_error)
+            record = worst._replace(
+                stats=stats.merge_on_host(before.stats, record.stats),
+                error=max(before.error, record.error),
+                backward=before.backward or record.backward,
+            )
+        self._records[site][which] = record
 
     def _compare(self, full: Array, low: Array) -> tuple[stats.ValueStats, float]:
         """Return the statistics of a value, and the error of its shadow."""
@@ -209,13 +212,6 @@ def _compare(
     low, wide_full = (x.astype(wide).ravel() for x in (low, full))
     found = stats.value_stats(full, low_dtype, histogram=True)
     return found, _relative_error(low, wide_full, jnp)
-
-
-def _rounds(op: Operation, low: Array) -> bool:
-    if not dtypes.is_half(low.dtype):
-        return False
-    was_half = any(x is not None and x.dtype == low.dtype for x in op.low_ins)
-    return not (op.eqn.primitive.name in EXACT and was_half)
 
 
 def _error_on_host(low: np.ndarray, full: np.ndarray) -> float:

@@ -28,10 +28,12 @@ from jmp_lite._src.jaxprs.core import Eqn, Var
 from jmp_lite._src.jaxprs.primitives import cases
 from jmp_lite._src.jaxprs.repeats import Piece
 from jmp_lite._src.jaxprs.structure import structure
-from jmp_lite._src.jaxprs.walk import Interpreter
+from jmp_lite._src.jaxprs.walk import Interpreter, Moment
 
 Array: TypeAlias = jax.Array | np.ndarray
 Shadow: TypeAlias = Array | Rounded
+# Results, their shadows, None where one is its own, and what a product multiplies.
+Computed: TypeAlias = tuple[list[Any], list[Any], list[Any]]
 
 # Larger arrays stay on their device.
 _MOST_ON_HOST = 2**22
@@ -59,26 +61,21 @@ class Operation(NamedTuple):
     multiplied: Sequence[Any]  # of a product in half, its operands there
     tags: Sequence[Any]  # of its operands
     also: Sequence[Any]  # the tags of what else the policy's run reads
-    eqn_count: int = 0  # how many operations ran before it in the run
-    loops: tuple[int, ...] = ()  # the iterations around it, outermost first
+    moment: Moment
 
 
-class Observer:
-    """Observes what runs on the host. Subclasses define the tags."""
+class Run(Interpreter):
+    """Runs jaxprs on cells, shadows as an `Emitter` has them. Subclasses have tags."""
 
     observe: Callable[[Operation], Sequence[Any]]  # the tags of an operation's results
     tag_constant: Callable[[Any], Any]  # of a constant of the program
     stack: Callable[[Any], Any]  # of an array, and of its rows, from those of its rows
 
-
-class Run(Interpreter):
-    """Runs jaxprs on cells, shadows as an `Emitter` has them, and tells an observer."""
-
-    def __init__(self, observer: Observer, emitter: Emitter | None = None):
-        self.observer, self.emitter = observer, emitter
+    def __init__(self, emitter: Emitter | None = None):
+        self.emitter = emitter
         self.half_dtype = emitter and np.dtype(emitter.half_dtype)
         # By the identity of an equation and its plan, which are kept alive.
-        self._programs: dict[tuple[int, int], Callable[..., _Computed]] = {}
+        self._programs: dict[tuple[int, int], Callable[..., Computed]] = {}
 
     def cell(self, value: Array, tag: Any) -> Cell:
         """Return the cell of what came in, which is its own shadow."""
@@ -87,7 +84,7 @@ class Run(Interpreter):
     def constant(self, value, var):
         if not isinstance(value, jax.Array):
             value = np.asarray(value, var.aval.dtype)
-        return self.cell(value, self.observer.tag_constant(value))
+        return self.cell(value, self.tag_constant(value))
 
     def enter(self, eqn, eqn_plan, cells):
         if eqn_plan is None:
@@ -120,9 +117,9 @@ class Run(Interpreter):
         is_changed = eqn_plan and (eqn_plan.is_changed or eqn_plan.bodies)
         differs = is_changed or any(low is not None for low in given)
         program = self._program(eqn, eqn_plan if differs else None)
+        of_also = [cell.shadow for cell in also]
         with jax.disable_jit(False):  # under which nothing is compiled
-            computed = program(values, given, [cell.shadow for cell in also])
-        outs, shadows, multiplied = computed
+            outs, shadows, multiplied = program(values, given, of_also)
         if self.emitter:
             pairs = zip(outs, shadows, strict=True)
             shadows = [x if low is None else low for x, low in pairs]
@@ -148,26 +145,26 @@ class Run(Interpreter):
             multiplied=seen(multiplied),
             tags=[cell.tag for cell in cells],
             also=[cell.tag for cell in also],
-            eqn_count=moment.eqn_count,
-            loops=moment.loops,
+            moment=moment,
         )
-        tags = self.observer.observe(operation)
+        tags = self.observe(operation)
         return [Cell(*made) for made in zip(outs, shadows, tags, strict=True)]
 
-    def _program(self, eqn: Eqn, plan: EqnPlan | None) -> Callable[..., "_Computed"]:
+    def _program(self, eqn: Eqn, plan: EqnPlan | None) -> Callable[..., Computed]:
         """Return what runs an equation; equal ones share what JAX has compiled."""
         key = id(eqn), id(plan)
         if key in self._programs:
             return self._programs[key]
         if compat.jaxprs_of(eqn):
             # They may hold arrays, which JAX would keep after the run.
-            run = functools.partial(_run, eqn, plan, self.half_dtype, self.emitter)
+            operation = _Operation(eqn, plan, self.emitter, self.half_dtype, None)
+            run = functools.partial(_run, operation)
             program = jax.jit(run, compiler_options=compat.quick_compiler_options())
         else:
             piece = Piece(eqn.source_info, [eqn], eqn.invars, eqn.outvars)
             same = structure(piece, functools.partial(_decides, plan=plan))
             half_dtype = self.half_dtype if plan else None
-            operation = _Operation(half_dtype, same, eqn, plan)
+            operation = _Operation(eqn, plan, None, half_dtype, same)
             program = functools.partial(_shared(), operation)
         self._programs[key] = program
         return program
@@ -184,7 +181,7 @@ class Run(Interpreter):
             # JAX makes the empty arrays.
             bind = jax.jit(functools.partial(binding.bind, eqn))
             outs = bind([cell.value for cell in (*consts, *carry, *xs)])
-            ys = [self.cell(x, self.observer.stack([])) for x in outs]
+            ys = [self.cell(x, self.stack([])) for x in outs]
             ys = self.leave(eqn, eqn_plan, ys)
             return [*carry, *ys[num_carry:]], eqn_count
         in_order = slice(None, None, -1 if eqn.params["reverse"] else 1)
@@ -213,61 +210,49 @@ class Run(Interpreter):
     def _stack(self, rows: Sequence[Cell]) -> Cell:
         values, shadows, tags = zip(*rows, strict=True)
         shadow = _stacked(shadows) if self.emitter else None
-        return Cell(_stacked(values), shadow, self.observer.stack(tags))
-
-
-class _Computed(NamedTuple):
-    outs: Sequence[jax.Array]
-    shadows: Sequence[Shadow | None]  # None for a result that is its own
-    # Of a product in half, its operands as they are multiplied.
-    multiplied: Sequence[jax.Array]
+        return Cell(_stacked(values), shadow, self.stack(tags))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Operation:
     """An equation and its plan: equal to others that compute the same."""
 
+    eqn: Eqn = dataclasses.field(compare=False)
+    plan: EqnPlan | None = dataclasses.field(compare=False)
+    emitter: Emitter | None = dataclasses.field(compare=False)  # to rebuild jaxprs
     half_dtype: np.dtype | None  # None without a plan
     key: Hashable
-    eqn: Eqn = dataclasses.field(compare=False)
-    eqn_plan: EqnPlan | None = dataclasses.field(compare=False)
 
 
 @functools.cache
-def _shared() -> Callable[..., _Computed]:
-    def run(operation: _Operation, *cells: Any) -> _Computed:
-        eqn, plan = operation.eqn, operation.eqn_plan
-        return _run(eqn, plan, operation.half_dtype, None, *cells)
-
+def _shared() -> Callable[..., Computed]:
     options = compat.quick_compiler_options()
-    return jax.jit(run, static_argnums=0, compiler_options=options)
+    return jax.jit(_run, static_argnums=0, compiler_options=options)
 
 
 def _run(
-    eqn: Eqn,
-    plan: EqnPlan | None,
-    half_dtype: np.dtype | None,
-    emitter: Emitter | None,
+    operation: _Operation,
     values: Sequence[jax.Array],
     shadows: Sequence[Shadow | None],
     also: Sequence[Any],
-) -> _Computed:
+) -> Computed:
     """Run an equation.
 
     `shadows` are None for operands that are their own, `also` what the policy's run
     reads beside them.
     """
+    eqn, plan, half_dtype = operation.eqn, operation.plan, operation.half_dtype
     outs = binding.bind(eqn, values)
     if plan is None and all(low is None for low in shadows):
-        return _Computed(outs, [None] * len(outs), [])
+        return outs, [None] * len(outs), []
     pairs = zip(values, shadows, strict=True)
     lows: list[Any] = [x if low is None else low for x, low in pairs]
     if plan is None:
-        return _Computed(outs, binding.bind(eqn, lows), [])
+        return outs, binding.bind(eqn, lows), []
     of_policy = values_of(half_dtype, eqn.invars, lows)
     of_policy.hold(Run.also_reads(eqn, plan), also)
-    if emitter:
-        results = emitter.run_eqn(eqn, plan, of_policy)
+    if operation.emitter:
+        results = operation.emitter.run_eqn(eqn, plan, of_policy)
     else:
         results = binding.call(eqn, plan.rule.run, eqn, plan, of_policy)
     multiplied = []
@@ -278,7 +263,7 @@ def _run(
             else:
                 multiplied.append(x.astype(half_dtype))
     of_policy.write_results(eqn, plan, results)
-    return _Computed(outs, of_policy.held(eqn.outvars), multiplied)
+    return outs, of_policy.held(eqn.outvars), multiplied
 
 
 def _decides(eqn: Eqn, plan: EqnPlan | None) -> tuple[Hashable, Sequence[Var]]:
