@@ -203,26 +203,25 @@ def _find(program: Program) -> list[Finding]:
         for value, what in rule.hits(program):
             key = rule.name, value.line or value.path, value.name, what
             alike.setdefault(key, (rule, []))[1].append(value)
-    found = [_finding(rule, key[-1], of) for key, (rule, of) in alike.items()]
+    found = []
+    for (*_, what), (rule, values) in alike.items():
+        severity = rule.severity_of(values[0])
+        in_autocast = all(name_scopes.AUTOCAST in x.path.split("/") for x in values)
+        is_advised = severity != "speed" and "jmp_lite.autocast" in rule.fix
+        layers = (name_scopes.without_marks(value.path) for value in values)
+        finding = Finding(
+            rule=rule.name,
+            layer=functools.reduce(_common, layers),
+            line=values[0].line,
+            primitive=values[0].name,
+            what=what,
+            why=rule.why,
+            fix=_IN_AUTOCAST if in_autocast and is_advised else rule.fix,
+            times=len(values),
+            severity=severity,
+        )
+        found.append(finding)
     return sorted(found, key=lambda found: get_args(Severity).index(found.severity))
-
-
-def _finding(rule: Rule, what: str, values: list[Value]) -> Finding:
-    layers = (name_scopes.without_marks(value.path) for value in values)
-    severity = rule.severity_of(values[0])
-    in_autocast = all(value.is_in(name_scopes.AUTOCAST) for value in values)
-    is_advised = severity != "speed" and "jmp_lite.autocast" in rule.fix
-    return Finding(
-        rule=rule.name,
-        layer=functools.reduce(_common, layers),
-        line=values[0].line,
-        primitive=values[0].name,
-        what=what,
-        why=rule.why,
-        fix=_IN_AUTOCAST if in_autocast and is_advised else rule.fix,
-        times=len(values),
-        severity=severity,
-    )
 
 
 def _common(layer: str, other: str) -> str:

@@ -108,9 +108,7 @@ class OpStats:
                     numbers.append(f"{name} {reports.percent(share)}")
         errors = {"error": self.error, "added error": self.added_error}
         numbers += [f"{name} {x:.2g}" for name, x in errors.items() if x]
-        cause = ""
-        if self.cause and self.added_error:
-            cause = f" from {place(*self.cause)}"
+        cause = f" from {place(*self.cause)}" if self.cause and self.added_error else ""
         here = place(self.layer, self.primitive, self.line)
         return f"{here}{arrow}: {', '.join(numbers)}{cause}"
 

@@ -165,7 +165,7 @@ def _as_float32(extreme: np.ndarray, default: float) -> float:
 @functools.cache
 def _borders(
     wide: type[np.floating], dtype: DTypeLike
-) -> tuple[list[np.unsignedinteger], list[np.unsignedinteger], np.unsignedinteger]:
+) -> tuple[np.ndarray, np.ndarray, np.unsignedinteger]:
     """Return the borders between classes and between exponents, and a mask of the sign.
 
     All are bits of `wide`: those of positive floats are integers in the same order.
@@ -177,11 +177,11 @@ def _borders(
     # A tie rounds to the even neighbour: to 0, to the smallest normal, to infinity.
     tiny, half_spacing = 2.0**info.minexp, 2.0 ** (info.minexp - info.nmant - 1)
     to_infinity = (2 - 2.0 ** -(info.nmant + 1)) * 2.0 ** (info.maxexp - 1)
+    classes = [0.0, half_spacing, tiny - half_spacing, to_infinity, math.inf]
     with np.errstate(over="ignore"):  # nothing in float32 overflows float64
-        borders = [0.0, half_spacing, tiny - half_spacing, to_infinity, math.inf]
-        borders = [wide(border).view(word) for border in borders]
-    borders[0], borders[1] = borders[0] + word(1), borders[1] + word(1)
-    powers = [wide(2.0**e).view(word) for e in EXPONENTS[1:]]
+        borders = np.array(classes, wide).view(word)
+    borders[:2] += word(1)
+    powers = np.array([2.0**e for e in EXPONENTS[1:]], wide).view(word)
     return borders, powers, word(np.iinfo(word).max >> 1)
 
 

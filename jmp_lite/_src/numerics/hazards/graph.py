@@ -161,10 +161,6 @@ class Value:
         pairs = zip(self.ins, self.degrees, strict=False)
         return [value for value, degree in pairs if degree < 0.0]
 
-    def is_in(self, mark: str) -> bool:
-        """Return whether it was made in a scope that autocast, say, enters itself."""
-        return mark in self.path.split("/")
-
 
 def origin(value: Value) -> Value:
     """Return the value before all moves."""

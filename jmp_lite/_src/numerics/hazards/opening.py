@@ -2,7 +2,7 @@
 
 An operand of a `jit` is the same `Value` inside, so a constant can be followed into the
 `jit` of `jnp.where`. The primitives that autocast adds are opened, too. What no result
-needs is left out. An operation on several arrays, each by itself, is one of each.
+needs is left out.
 
 Limits: sub-jaxprs that `jaxprs.control_flow` does not understand are one operation.
 """
@@ -24,8 +24,6 @@ from jmp_lite._src.loss_scale import DynamicLossScale
 from jmp_lite._src.numerics.hazards.graph import JOIN, MOVE, Scaling, Value, behind
 from jmp_lite._src.numerics.hazards.ranges import range_of
 
-_ONE_OF_EACH = Fact.MOVES | Fact.SUMS
-
 
 def list_values(fun: Callable[..., Any], args: Any, kwargs: Any) -> list[Value]:
     """Return the values of a function that its results need, in order.
@@ -44,11 +42,10 @@ def list_values(fun: Callable[..., Any], args: Any, kwargs: Any) -> list[Value]:
     traced = tracing.trace(called, (fun, args, kwargs))
     opener, jaxpr = _Opener(), compat.open_jaxpr(traced.closed)
     inputs = [_value_of(var.aval) for var in jaxpr.invars]
-    given = fun, args, kwargs
-    leaves, found = jax.tree.leaves(given), trees.find(given, DynamicLossScale)
+    found = trees.find((fun, args, kwargs), DynamicLossScale)
     scales = {id(jax.tree.leaves(x)[0]) for _, x in found}
-    for value, i in zip(inputs, traced.indices, strict=True):
-        value.is_loss_scale = id(leaves[i]) in scales
+    for value, x in zip(inputs, traced.args, strict=True):
+        value.is_loss_scale = id(x) in scales
     consts = compat.consts_of(traced.closed)
     return opener.finish(opener.open(jaxpr, consts, inputs, Value(None, ())))
 
@@ -127,9 +124,9 @@ class _Opener:
     def _results(self, at: Value) -> list[Value]:
         """Add the results of an operation."""
         outvars = at.eqn.outvars
-        is_one_of_each = at.facts & _ONE_OF_EACH
         ins = [at.ins] * len(outvars)
-        if is_one_of_each and len(at.ins) == len(outvars):
+        # An operation on several arrays, each by itself, is one of each.
+        if at.facts & (Fact.MOVES | Fact.SUMS) and len(at.ins) == len(outvars):
             ins = [[operand] for operand in at.ins]
         mask = at.ins[0] if primitives.cases(at.name, at.ins) else None
         pairs = zip(outvars, ins, strict=True)

@@ -26,7 +26,20 @@ def range_of(value: Value) -> Range | None:
         return Range(0.0, 1.0, is_integral=True)
     if value.array is not None:
         return _of_array(value.array)
-    return _of_result(value) if value.name else None
+    if value.sources:
+        return _union([x.range for x in value.sources])
+    if value.name == "iota":
+        length = core.total([value.shape[value.eqn.params["dimension"]]])
+        return Range(0.0, max(length - 1.0, 0.0), True, True, True)
+    if value.name == "cumsum":
+        return _running(value.ins[0], value.eqn.params["axis"])
+    known = [x.range for x in value.ins if x.range is not None]
+    # The final value of a loop carry is not known.
+    if value.is_carry or len(known) < len(value.ins) or not known:
+        return None
+    if value.is_cast:
+        return _cast(known[0], value.dtype)
+    return _corners(value, known) if value.name in primitives.ON_HOST else None
 
 
 def rounded(x: float, dtype: DTypeLike) -> float:
@@ -49,24 +62,6 @@ def _of_array(array: np.ndarray) -> Range | None:
     is_integral = bool(np.all(numbers == np.trunc(numbers)))
     is_position = jnp.issubdtype(array.dtype, jnp.integer) and array.size > 1
     return Range(low, high, True, is_integral, is_position)
-
-
-def _of_result(value: Value) -> Range | None:
-    ranges = [operand.range for operand in value.ins]
-    known = [r for r in ranges if r is not None]
-    if value.sources:
-        return _union([x.range for x in value.sources])
-    if value.name == "iota":
-        length = core.total([value.shape[value.eqn.params["dimension"]]])
-        return Range(0.0, max(length - 1.0, 0.0), True, True, True)
-    if value.name == "cumsum":
-        return _running(value.ins[0], value.eqn.params["axis"])
-    # The final value of a loop carry is not known.
-    if value.is_carry or len(known) < len(ranges) or not known:
-        return None
-    if value.is_cast:
-        return _cast(known[0], value.dtype)
-    return _corners(value, known) if value.name in primitives.ON_HOST else None
 
 
 def _running(summed: Value, axis: int) -> Range | None:

@@ -13,7 +13,7 @@ kernel, an FFT) of what is scaled.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from jmp_lite._src.jaxprs import name_scopes
 from jmp_lite._src.jaxprs.primitives import PARTS, Fact
@@ -37,7 +37,7 @@ def find_scalings(values: Sequence[Value]) -> None:
     """Give each value, and the inputs and constants that it reads, its scaling."""
     scales: dict[Value, tuple[object, float]] = {}  # which one it is a power of
     for value in values:
-        if value.name == "mul" and value.is_in(name_scopes.LOSS_SCALE):
+        if value.name == "mul" and name_scopes.LOSS_SCALE in value.path.split("/"):
             known = value.ins[1].range
             if known and known.low == known.high and known.low not in (0.0, 1.0):
                 constant = dataclasses.replace(value.ins[1], name="", ins=[])
@@ -92,32 +92,24 @@ def _power(value: Value) -> Scaling:
     """Return the power of a result, if it is known."""
     if not value.is_float:
         return Scaling()
-    ins = [x.scaling for x in value.ins]
+    ins, unknown = [x.scaling for x in value.ins], Scaling(is_known=False)
     if value.degrees:
-        return _product(zip(ins, value.degrees, strict=False))
+        factors = list(zip(ins, value.degrees, strict=False))
+        if any(x.is_zero for x, _ in factors):
+            return Scaling(is_zero=True)
+        powers = [[d * p for p in x.power] for x, d in factors if x.power is not None]
+        power = tuple(map(sum, zip(*powers, strict=True))) if powers else None
+        is_small = all(abs(p) <= _MAX_POWER for p in power or ())
+        is_known = is_small and all(x.is_known for x, _ in factors)
+        return Scaling(power) if is_known else unknown
     if value.facts & _HOMOGENEOUS or value.name in (JOIN, *PARTS):
-        return _sum([x.scaling for x in value.sources or value.ins])
-    return Scaling(is_known=not any(x.is_scaled or not x.is_known for x in ins))
-
-
-def _product(factors: Iterable[tuple[Scaling, float]]) -> Scaling:
-    factors = list(factors)
-    powers = [[d * p for p in x.power] for x, d in factors if x.power is not None]
-    power = tuple(map(sum, zip(*powers, strict=True))) if powers else None
-    is_small = all(abs(p) <= _MAX_POWER for p in power or ())
-    if any(x.is_zero for x, _ in factors):
-        return Scaling(is_zero=True)
-    if not is_small or not all(x.is_known for x, _ in factors):
-        return Scaling(is_known=False)
-    return Scaling(power)
-
-
-def _sum(terms: Iterable[Scaling]) -> Scaling:
-    terms = [x for x in terms if not x.is_zero]
-    powers = {x.power for x in terms} - {None}
-    if len(powers) > 1 or not all(x.is_known for x in terms):
-        return Scaling(is_known=False)
-    return Scaling(powers.pop() if powers else None, is_zero=not terms)
+        terms = [x.scaling for x in value.sources or value.ins]
+        terms = [x for x in terms if not x.is_zero]
+        powers = {x.power for x in terms} - {None}
+        if len(powers) > 1 or not all(x.is_known for x in terms):
+            return unknown
+        return Scaling(powers.pop() if powers else None, is_zero=not terms)
+    return unknown if any(x.is_scaled or not x.is_known for x in ins) else Scaling()
 
 
 def _of_gradient(value: Value, found: Scaling) -> Scaling:
