@@ -30,7 +30,6 @@ class Fault:
 
     @property
     def largest(self) -> float:
-        """The largest number of the half dtype."""
         return float(jnp.finfo(self.dtype).max)
 
     def reason(self, in_fp8: bool = False) -> str:
@@ -108,9 +107,8 @@ def find_faults(
         # It hands on what is infinite: what has made that is the fault.
         if row.primitive in EXACT and math.isinf(row.error) and not row.added_error:
             return False
-        if in_half(row) and (row.overflow or math.isinf(row.added_error)):
-            return True
-        if found.may_overflow:
+        is_infinite = in_half(row) and (row.overflow or math.isinf(row.added_error))
+        if is_infinite or found.may_overflow:
             return True
         # An error that was large before this operation may go once that is repaired.
         if row.added_error <= limit or min(row.error, 1.0) - row.added_error > limit:

@@ -75,15 +75,14 @@ class Lockstep(Run):
     def observe(self, op: Operation) -> Sequence[Tag]:
         operands = [*op.tags, *op.also]
         for i, low in enumerate(op.multiplied):
-            if op.ins[i] is not None:
-                operands[i] = self._read(op, i, low)
+            operands[i] = self._read(op, i, low)
         worst = max(operands, default=NO_ERROR)
         backward = self.known[op.site].direction == "backward"
         is_half = op.eqn_plan is not None and any(op.eqn_plan.half_out)
         dtype = self.half if is_half else ""
         tags = []
         for full, low in zip(op.outs, op.low_outs, strict=True):
-            if full is None or not trees.is_castable(full):
+            if not trees.is_castable(full):
                 # A result that has no error passes on those of the operands.
                 tags.append(Tag(worst.error, worst.source, backward))
                 continue
@@ -158,7 +157,7 @@ class Lockstep(Run):
 
         Operands, which have these tags, do not have the part `added`.
         """
-        was_half = any(x is not None and x.dtype == low.dtype for x in op.low_ins)
+        was_half = any(x.dtype == low.dtype for x in op.low_ins)
         is_exact = was_half and op.eqn.primitive.name in EXACT
         rounds = dtypes.is_half(low.dtype) and not is_exact
         rounded = [tag for tag in tags if tag.source >= 0]
@@ -215,7 +214,6 @@ def _compare(
 
 
 def _error_on_host(low: np.ndarray, full: np.ndarray) -> float:
-    """Return the relative error of NumPy arrays."""
     full, low = (np.asarray(x, np.float64).ravel() for x in (full, low))
     with np.errstate(all="ignore"):
         return float(_relative_error(low, full, np))

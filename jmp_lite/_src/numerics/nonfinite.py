@@ -338,14 +338,14 @@ class _Run(_Origins, runs.Run):
     def observe(self, op: Operation) -> list[Array]:
         return [self._origin(op, out) for out in op.outs]
 
-    def _origin(self, op: Operation, out: Array | None) -> Array:
+    def _origin(self, op: Operation, out: Array) -> Array:
         """Return the origin of one result of an operation, by those of its operands."""
-        if out is None or _library(out).isfinite(out).all():
+        if not is_floating(out) or _library(out).isfinite(out).all():
             return _NONE
         found = np.asarray(_origin_of(out, *_operands(op), np.asarray(_here(op))))
         when = int(op.moment.eqn_count)
         if found[0] == when:
-            floats = [x for x in op.ins if x is not None and is_floating(x)]
+            floats = list(filter(is_floating, op.ins))
             self.ranges[when] = tuple(map(_range, floats[:_OPERANDS]))
             # Not by a constant: an infinite one may be where a maximum starts.
             if dtypes.is_half(out.dtype) and found[1] == op.site:
@@ -407,7 +407,7 @@ def _operands(op: Equation | Operation) -> tuple[list[_Operand], int | None]:
     if of_choice := cases(name, pairs):
         which = op.ins[0]
         pairs = [(_chosen(which, i, x), tag) for i, (x, tag) in enumerate(of_choice)]
-    pairs = [(x, tag) for x, tag in pairs if x is not None and is_floating(x)]
+    pairs = [(x, tag) for x, tag in pairs if is_floating(x)]
     operands = [(x, tag) for x, tag in pairs if not _is_finite_number(x)]
     if len(pairs) < 2:
         return operands, None
@@ -418,9 +418,9 @@ def _operands(op: Equation | Operation) -> tuple[list[_Operand], int | None]:
     return operands, _WHOLE if is_arithmetic else _NEVER
 
 
-def _chosen(which: Array, i: int, case: Array | None) -> Array | None:
+def _chosen(which: Array, i: int, case: Array) -> Array:
     """Return an operand of a `select_n` with 0 wherever it is not selected."""
-    if case is None or not is_floating(case):
+    if not is_floating(case):
         return case
     xp = _library(which, case)
     return xp.where(which.astype(np.int32) == i, case, xp.zeros_like(case))

@@ -25,7 +25,6 @@ from jmp_lite._src.autocast.emit import Emitter, Rounded, Values
 from jmp_lite._src.autocast.storage import EqnPlan
 from jmp_lite._src.jaxprs import binding
 from jmp_lite._src.jaxprs.core import Eqn, Var
-from jmp_lite._src.jaxprs.primitives import cases
 from jmp_lite._src.jaxprs.repeats import Piece
 from jmp_lite._src.jaxprs.structure import structure
 from jmp_lite._src.jaxprs.walk import Interpreter, Moment
@@ -54,9 +53,9 @@ class Operation(NamedTuple):
     eqn: Eqn
     site: int  # its number among the sites
     eqn_plan: EqnPlan | None
-    ins: Sequence[Any]  # None where neither floating nor a mask that chooses
-    outs: Sequence[Any]  # None where not floating
-    low_ins: Sequence[Any]  # of the policy's run, likewise
+    ins: Sequence[Any]
+    outs: Sequence[Any]
+    low_ins: Sequence[Any]  # of the policy's run, None if there is none
     low_outs: Sequence[Any]
     multiplied: Sequence[Any]  # of a product in half, its operands there
     tags: Sequence[Any]  # of its operands
@@ -126,19 +125,16 @@ class Run(Interpreter):
         low_ins, low_outs = _read_by(eqn_plan, lows), list(map(_stored, shadows))
         arrays = [*values, *outs, *low_ins, *low_outs, *multiplied]
         # Each once: what is its own shadow still is.
-        looked = {id(x): look(x) for x in arrays if x is not None and is_floating(x)}
+        looked = {id(x): look(x) for x in arrays}
 
-        def seen(arrays: Iterable[Array | None]) -> list[Array | None]:
-            return [looked.get(id(x)) for x in arrays]
+        def seen(arrays: Iterable[Array | None]) -> list[Any]:
+            return [looked[id(x)] for x in arrays]
 
-        ins = seen(values)
-        if cases(eqn.primitive.name, ins):
-            ins[0] = look(values[0])
         operation = Operation(
             eqn=eqn,
             site=site,
             eqn_plan=eqn_plan,
-            ins=ins,
+            ins=seen(values),
             outs=seen(outs),
             low_ins=seen(low_ins),
             low_outs=seen(low_outs),
@@ -301,7 +297,6 @@ def _read_by(
 
 
 def _stored(shadow: Shadow | None) -> Array | None:
-    """Return a value of the policy's run as it is stored."""
     return shadow.stored if isinstance(shadow, Rounded) else shadow
 
 
@@ -327,7 +322,7 @@ def is_floating(x: ArrayLike) -> bool:
     return isinstance(aval, ShapedArray) and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def look(x: Array) -> Array:
+def look(x: Any) -> Any:
     """Return an array as NumPy's, unless it is too large or not all of it is here."""
     if isinstance(x, Tracer) or not isinstance(x, jax.Array):
         return x

@@ -130,11 +130,9 @@ def _long_sum(value: Value, _: Program) -> str | None:
     # The gradient of a maximum sums a mask.
     was_bool = before.is_cast and before.ins[0].dtype == bool
     is_position = value.range and value.range.is_position  # of another rule
-    if (
-        not was_bool
-        and not is_position
-        and core.total([count]) > exact_integers(value.dtype)
-    ):
+    if was_bool or is_position:
+        return None
+    if core.total([count]) > exact_integers(value.dtype):
         of = " of a gradient" if value.is_backward else ""
         return f"a sum{of} over {count} elements in {value.dtype}"
 

@@ -62,10 +62,7 @@ class _Opener:
         inputs: Sequence[Value],
         around: Value,
     ) -> list[Value]:
-        """Add the values of a jaxpr; return its outputs.
-
-        What is around has the place of a call, a loop or a branch.
-        """
+        """Add the values of a jaxpr, in the place of a call; return its outputs."""
         is_impl = around.eqn is not None and new_primitives.is_new_primitive(around.eqn)
         values: dict[Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
@@ -122,7 +119,6 @@ class _Opener:
         return values
 
     def _results(self, at: Value) -> list[Value]:
-        """Add the results of an operation."""
         outvars = at.eqn.outvars
         ins = [at.ins] * len(outvars)
         # An operation on several arrays, each by itself, is one of each.

@@ -62,7 +62,6 @@ class Program:
         return is_default and self.region_of(product).is_half
 
     def region_of(self, value: Value) -> Region:
-        """Return the region of the policy that an operation is in."""
         return self.regions.at("", policy_path(value))
 
 

@@ -141,7 +141,6 @@ def _of_gradient(value: Value, found: Scaling) -> Scaling:
 
 
 def _is_clip(value: Value) -> bool:
-    """Return whether scaled gradients are clipped."""
     is_limit = value.facts & Fact.LIMITS
     of = value.ins if is_limit else value.cases if value.name != JOIN else ()
     gradients = [x.scaling for x in of if x.scaling.is_gradient and x.scaling.power]
