@@ -215,8 +215,8 @@ def advise(
         while True:
             rounds, scale = rounds + 1, fitting
             step = _scaled_step(loss_fn, argnums, has_aux, scale)
-            found = _with_rules(start, in_float32, not_in_fp8)
-            *_, report, warning = measure(step, found, (args, kwargs), caller="advise")
+            trial = _with_rules(start, in_float32, not_in_fp8)
+            *_, report, warning = measure(step, trial, (args, kwargs), caller="advise")
             backward = [row for row in report.rows if row.direction == "backward"]
             gradients = [row for row in backward if in_half(row)]
             fitting = min(_fitting_scale(gradients, scale, dtype), scale_before)
@@ -242,7 +242,7 @@ def advise(
         # The worst of those that one remedy repairs, as both operands of a product.
         left = {x.remedy(): x.left() for x in reversed(faults)}
         return Advice(
-            policy=found,
+            policy=trial,
             loss_scale=loss_scale,
             reasons=(*in_float32.values(), *rest, reason, *reversed(left.values())),
             left=tuple(fault.row for fault in faults),
