@@ -41,7 +41,7 @@ class _Counter(Run):
 
     def __init__(self, count: int):
         super().__init__()
-        self.ran: list[list[tuple[int, ...]]] = [[] for _ in range(count)]
+        self.ran: list[list[Any]] = [[] for _ in range(count)]
 
     def observe(self, op: Operation) -> Any:
         self.ran[op.site].append(op.moment.loops)
