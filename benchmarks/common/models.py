@@ -148,21 +148,14 @@ SIZES_OF_OTHERS: dict[str, Sizes] = {
 
 
 class Model(NamedTuple):
-    """A model that is compiled.
+    """A model that is compiled."""
 
-    Attributes:
-      title: its name on the pages.
-      make_loss: takes a dtype and sizes, returns the loss.
-      make_shapes: takes sizes; returns the parameters, what is kept from step to step,
-        and the batch, as zeros.
-    """
-
-    title: str
-    make_loss: Callable[..., Loss]
+    title: str  # on the pages
+    make_loss: Callable[..., Loss]  # of a dtype and sizes
+    # The parameters, what is kept from step to step, and the batch, as zeros.
     make_shapes: Callable[[Sizes], tuple[Any, ...]]
 
     def shapes(self, sizes: Sizes) -> tuple[Any, ...]:
-        """Return the shapes of what `make_shapes` makes."""
         return jax.eval_shape(lambda: self.make_shapes(sizes))
 
 
@@ -269,7 +262,7 @@ def _lstm_shapes(sizes: Sizes) -> tuple[Any, ...]:
 def _resnet(sizes: Sizes, dtype: str) -> families.ResNet:
     # In float32 the dtypes are those of the inputs, which a policy may cast.
     half = None if dtype == "float32" else jnp.dtype(dtype)
-    return families.ResNet(sizes["blocks"], sizes["width"], sizes["classes"], half)
+    return families.ResNet(half, sizes["blocks"], sizes["width"], sizes["classes"])
 
 
 def cnn_loss(dtype: str, sizes: Sizes, policy: str = "") -> Loss:
@@ -299,11 +292,7 @@ def flax_model(
 ) -> Model:
     """Return a flax model, whose fields are its sizes.
 
-    Args:
-      title: its name on the pages.
-      module: the class of the model.
-      error: takes the model as a function, and a batch; returns the loss.
-      *batch: take sizes, and make the arrays of a batch.
+    The loss is the error, of the model as a function and of the arrays of a batch.
     """
     names = {field.name for field in dataclasses.fields(module)}
 

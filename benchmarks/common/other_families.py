@@ -5,20 +5,32 @@ are float32, as are statistics of norms and softmax.
 """
 
 import functools
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from benchmarks.common.families import Layers
 from benchmarks.common.llama import angles_of, rotate
 
 
-class _OfTokens(nn.Module):
+class _OfTokens(Layers):
     layers: int
     width: int
     vocabulary: int
-    dtype: Any
+
+    def embed(self):
+        return nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
+
+    def dense(self, width, use_bias=False, **options):
+        return super().dense(width, use_bias=use_bias, **options)
+
+    def norm(self):
+        return nn.RMSNorm(dtype=self.dtype)
+
+    def gated(self, x, hidden, gate=nn.gelu):
+        x = gate(self.dense(hidden)(x)) * self.dense(hidden)(x)
+        return self.dense(self.width)(x)
 
 
 class T5(_OfTokens):
@@ -32,29 +44,25 @@ class T5(_OfTokens):
 
     @nn.compact
     def __call__(self, source, target):
-        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
+        embed = self.embed()
         memory = self.stack(embed(source))
         x = self.stack(embed(target), memory)
-        return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(x)
+        return self.dense(self.vocabulary)(x)
 
     def stack(self, x, memory=None):
-        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
-        norm = functools.partial(nn.RMSNorm, dtype=self.dtype)
-        attention = functools.partial(BiasedAttention, self.heads, 1.0, self.dtype)
+        attention = functools.partial(BiasedAttention, self.dtype, self.heads, 1.0)
         length, causal = x.shape[1], memory is not None
         bias = nn.Embed(32, self.heads)(_buckets(length, 32, not causal))
         bias = bias.transpose(2, 0, 1)
         if causal:
             bias = jnp.where(jnp.tril(jnp.ones((length, length), bool)), bias, -1e9)
         for _ in range(self.layers):
-            y = norm()(x)
+            y = self.norm()(x)
             x = x + attention()(y, y, bias)
             if memory is not None:
-                x = x + attention()(norm()(x), memory, 0.0)
-            y = norm()(x)
-            y = nn.gelu(dense(self.hidden)(y)) * dense(self.hidden)(y)
-            x = x + dense(self.width)(y)
-        return norm()(x)
+                x = x + attention()(self.norm()(x), memory, 0.0)
+            x = x + self.gated(self.norm()(x), self.hidden)
+        return self.norm()(x)
 
 
 class Gemma(_OfTokens):
@@ -65,17 +73,14 @@ class Gemma(_OfTokens):
 
     @nn.compact
     def __call__(self, tokens):
-        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
-        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
+        embed = self.embed()
         x = embed(tokens) * self.width**0.5
         for i in range(self.layers):
-            x = x + self.attend(self.norm(x, f"norm_{i}_0"))
-            y = self.norm(x, f"norm_{i}_1")
-            y = nn.gelu(dense(self.hidden)(y)) * dense(self.hidden)(y)
-            x = x + dense(self.width)(y)
-        return _capped(embed.attend(self.norm(x, "norm")), 30.0)
+            x = x + self.attend(self.normed(x, f"norm_{i}_0"))
+            x = x + self.gated(self.normed(x, f"norm_{i}_1"), self.hidden)
+        return _capped(embed.attend(self.normed(x, "norm")), 30.0)
 
-    def norm(self, x, name):
+    def normed(self, x, name):
         gain = self.param(name, nn.initializers.zeros, x.shape[-1:])
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + 1e-6)
@@ -101,23 +106,20 @@ class Mamba(_OfTokens):
 
     @nn.compact
     def __call__(self, tokens):
-        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
-        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
-        x, inner = embed(tokens), 2 * self.width
+        embed, inner = self.embed(), 2 * self.width
+        x = embed(tokens)
         for i in range(self.layers):
-            y = nn.RMSNorm(dtype=self.dtype)(x)
-            y, gate = jnp.split(dense(2 * inner)(y), 2, axis=-1)
-            conv = functools.partial(nn.Conv, inner, (4,), padding="CAUSAL")
-            y = nn.silu(conv(feature_group_count=inner, dtype=self.dtype)(y))
+            y, gate = jnp.split(self.dense(2 * inner)(self.norm()(x)), 2, axis=-1)
+            y = nn.silu(self.depthwise(inner, (4,), padding="CAUSAL")(y))
             y = self.scan(y, f"decay_{i}", f"skip_{i}") * nn.silu(gate)
-            x = x + dense(self.width)(y)
-        return embed.attend(nn.RMSNorm(dtype=self.dtype)(x))
+            x = x + self.dense(self.width)(y)
+        return embed.attend(self.norm()(x))
 
     def scan(self, x, decay, skip):
         inner, rank = x.shape[-1], self.width // 16
-        y = nn.Dense(rank + 2 * self.states, use_bias=False, dtype=self.dtype)(x)
+        y = self.dense(rank + 2 * self.states)(x)
         time, b, c = jnp.split(y, [rank, rank + self.states], axis=-1)
-        time = nn.Dense(inner, dtype=self.dtype)(time)
+        time = self.dense(inner, use_bias=True)(time)
         a = -jnp.exp(self.param(decay, nn.initializers.zeros, (inner, self.states)))
 
         def step(h, of_time):
@@ -143,29 +145,24 @@ class GatedLinearAttention(_OfTokens):
 
     @nn.compact
     def __call__(self, tokens):
-        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
-        norm = functools.partial(nn.RMSNorm, dtype=self.dtype)
-        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
+        embed = self.embed()
         x = embed(tokens)
         for _ in range(self.layers):
-            y = norm()(x)
-            h = norm()(self.attend(y)).reshape(x.shape)
-            x = x + dense(self.width)(h * nn.silu(dense(self.width)(y)))
-            y = norm()(x)
-            y = nn.silu(dense(4 * self.width)(y)) * dense(4 * self.width)(y)
-            x = x + dense(self.width)(y)
-        return embed.attend(norm()(x))
+            y = self.norm()(x)
+            h = self.norm()(self.attend(y)).reshape(x.shape)
+            x = x + self.dense(self.width)(h * nn.silu(self.dense(self.width)(y)))
+            x = x + self.gated(self.norm()(x), 4 * self.width, nn.silu)
+        return embed.attend(self.norm()(x))
 
     def attend(self, x):
         """Return `[B, S, H, D]`."""
         batch, length, width = x.shape
         size, half = width // self.heads, self.dtype
-        dense = functools.partial(nn.Dense, dtype=half)
         q, k, v = (
-            dense(width, use_bias=False)(x).reshape(batch, -1, self.heads, size)
-            for _ in range(3)
+            self.dense(width)(x).reshape(batch, -1, self.heads, size) for _ in range(3)
         )
-        gate = nn.log_sigmoid(dense(self.heads)(x).astype(jnp.float32)) / 16
+        gate = self.dense(self.heads, use_bias=True)(x).astype(jnp.float32)
+        gate = nn.log_sigmoid(gate) / 16
         mask = jnp.tril(jnp.ones((self.chunk, self.chunk), bool))[..., None]
 
         def step(state, of_chunk):
@@ -190,12 +187,11 @@ class GatedLinearAttention(_OfTokens):
         return y.swapaxes(0, 1).reshape(q.shape)
 
 
-class BiasedAttention(nn.Module):
+class BiasedAttention(Layers):
     """Attention whose logits have a bias, float32, that broadcasts to `[..., S, T]`."""
 
     heads: int
     scale: float
-    dtype: Any
 
     @nn.compact
     def __call__(self, x, memory, bias):
@@ -226,20 +222,18 @@ def _capped(logits, most):
     return most * jnp.tanh(logits.astype(jnp.float32) / most)
 
 
-class DLRM(nn.Module):
+class DLRM(Layers):
     """Clicks, of numbers and categories (Naumov et al., 2019, arXiv:1906.00091)."""
 
     rows: int
     width: int
     hidden: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, numbers, categories):
         """Return logits `[B]`, of `[B, F]` and `[B, tables]`."""
-        dense = functools.partial(nn.Dense, dtype=self.dtype)
-        x = nn.relu(dense(self.hidden)(numbers))
-        x = nn.relu(dense(self.width)(x))
+        x = nn.relu(self.dense(self.hidden)(numbers))
+        x = nn.relu(self.dense(self.width)(x))
         embed = functools.partial(nn.Embed, self.rows, self.width, dtype=self.dtype)
         parts = [x, *(embed()(categories[:, i]) for i in range(categories.shape[1]))]
         parts = jnp.stack(parts, axis=1)
@@ -247,11 +241,11 @@ class DLRM(nn.Module):
         pairs = pairs[:, *jnp.tril_indices(parts.shape[1], -1)]
         x = jnp.concatenate([x, pairs], axis=-1)
         for _ in range(2):
-            x = nn.relu(dense(self.hidden)(x))
-        return dense(1)(x)[:, 0]
+            x = nn.relu(self.dense(self.hidden)(x))
+        return self.dense(1)(x)[:, 0]
 
 
-class Swin(nn.Module):
+class Swin(Layers):
     """Attention in shifted windows (Liu et al., 2021, arXiv:2103.14030)."""
 
     widths: tuple[int, ...]
@@ -259,24 +253,21 @@ class Swin(nn.Module):
     window: int
     patch: int
     classes: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, x):
-        dense = functools.partial(nn.Dense, dtype=self.dtype)
-        norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
         patch = (self.patch, self.patch)
-        x = norm()(nn.Conv(self.widths[0], patch, patch, dtype=self.dtype)(x))
+        x = self.norm()(self.conv(self.widths[0], patch, patch)(x))
         for stage, width in enumerate(self.widths):
             if stage:
                 x = _windows(x, 2)
-                x = norm()(x.reshape(*x.shape[:3], -1))
-                x = dense(width, use_bias=False)(x)
+                x = self.norm()(x.reshape(*x.shape[:3], -1))
+                x = self.dense(width, use_bias=False)(x)
             for shift in (0, self.window // 2):
-                x = x + self.attend(norm()(x), shift, self.heads * 2**stage)
-                y = nn.gelu(dense(4 * width)(norm()(x)), approximate=False)
-                x = x + dense(width)(y)
-        return dense(self.classes)(norm()(x).mean((1, 2)))
+                x = x + self.attend(self.norm()(x), shift, self.heads * 2**stage)
+                y = nn.gelu(self.dense(4 * width)(self.norm()(x)), approximate=False)
+                x = x + self.dense(width)(y)
+        return self.dense(self.classes)(self.norm()(x).mean((1, 2)))
 
     def attend(self, x, shift, heads):
         (_, side, _, width), size = x.shape, self.window
@@ -290,31 +281,29 @@ class Swin(nn.Module):
         mask = jnp.where(part == part.swapaxes(-1, -2), 0, -1e9)[..., None, :, :]
         y = _windows(jnp.roll(x, (-shift, -shift), (1, 2)), size)
         scale = (width // heads) ** -0.5
-        attention = BiasedAttention(heads, scale, self.dtype)
+        attention = BiasedAttention(self.dtype, heads, scale)
         y = attention(y, y, bias.transpose(2, 0, 1) + mask)
         y = y.reshape(*y.shape[:3], size, size, width).swapaxes(2, 3)
         return jnp.roll(y.reshape(x.shape), (shift, shift), (1, 2))
 
 
-class VAE(nn.Module):
+class VAE(Layers):
     """An autoencoder of images (Kingma and Welling, 2013, arXiv:1312.6114)."""
 
     widths: tuple[int, ...]
     latent: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, x, noise):
         """Return logits of pixels, and mean and logarithm of the code's variance."""
-        dense = functools.partial(nn.Dense, dtype=self.dtype)
         _, side, _, channels = x.shape
         for width in self.widths:
-            x = nn.relu(nn.Conv(width, (4, 4), 2, dtype=self.dtype)(x))
-        x = dense(2 * self.latent)(x.reshape(len(x), -1))
+            x = nn.relu(self.conv(width, (4, 4), 2)(x))
+        x = self.dense(2 * self.latent)(x.reshape(len(x), -1))
         mean, log_variance = jnp.split(x.astype(jnp.float32), 2, axis=-1)
         x = mean + jnp.exp(0.5 * log_variance) * noise
         side //= 2 ** len(self.widths)
-        x = dense(side**2 * self.widths[-1])(x)
+        x = self.dense(side**2 * self.widths[-1])(x)
         x = x.reshape(len(x), side, side, -1)
         for width in (*self.widths[-2::-1], channels):
             x = nn.relu(x)
@@ -322,48 +311,44 @@ class VAE(nn.Module):
         return x, mean, log_variance
 
 
-class NeRF(nn.Module):
+class NeRF(Layers):
     """A field of density and colour (Mildenhall et al., 2020, arXiv:2003.08934)."""
 
     layers: int
     width: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, points, directions):
         """Return densities `[R, S]` and colours, of `[R, S, 3]` and `[R, 3]`."""
-        dense = functools.partial(nn.Dense, dtype=self.dtype)
         x = places = _octaves(points, 10).astype(self.dtype)
         for i in range(self.layers):
-            x = nn.relu(dense(self.width)(x))
+            x = nn.relu(self.dense(self.width)(x))
             if i == self.layers // 2:
                 x = jnp.concatenate([x, places], axis=-1)
-        density = nn.softplus(dense(1)(x)[..., 0].astype(jnp.float32))
+        density = nn.softplus(self.dense(1)(x)[..., 0].astype(jnp.float32))
         views = _octaves(directions, 4).astype(self.dtype)[:, None]
         views = jnp.broadcast_to(views, (*x.shape[:2], views.shape[-1]))
-        x = jnp.concatenate([dense(self.width)(x), views], axis=-1)
-        x = dense(3)(nn.relu(dense(self.width // 2)(x)))
+        x = jnp.concatenate([self.dense(self.width)(x), views], axis=-1)
+        x = self.dense(3)(nn.relu(self.dense(self.width // 2)(x)))
         return density, nn.sigmoid(x.astype(jnp.float32))
 
 
-class RealNVP(nn.Module):
+class RealNVP(Layers):
     """A flow of affine couplings (Dinh et al., 2016, arXiv:1605.08803)."""
 
     couplings: int
     width: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, x):
         """Return the logarithm of the density of images: `[B]`."""
-        conv = functools.partial(nn.Conv, dtype=self.dtype)
         x = _windows(x, 2)
         x, density = x.reshape(*x.shape[:3], -1), 0.0
         for _ in range(self.couplings):
             a, b = jnp.split(x, 2, axis=-1)
-            y = nn.relu(conv(self.width, (3, 3))(a))
-            y = nn.relu(conv(self.width, (1, 1))(y))
-            y = conv(x.shape[-1], (3, 3))(y).astype(jnp.float32)
+            y = nn.relu(self.conv(self.width, (3, 3))(a))
+            y = nn.relu(self.conv(self.width, (1, 1))(y))
+            y = self.conv(x.shape[-1], (3, 3))(y).astype(jnp.float32)
             shift, scale = jnp.split(y, 2, axis=-1)
             scale = nn.tanh(scale)
             x = jnp.concatenate([b * jnp.exp(scale) + shift, a], axis=-1)
@@ -371,17 +356,16 @@ class RealNVP(nn.Module):
         return density + jax.scipy.stats.norm.logpdf(x).sum((1, 2, 3))
 
 
-class Critic(nn.Module):
+class Critic(Layers):
     """The critic of a WGAN (Gulrajani et al., 2017, arXiv:1704.00028)."""
 
     widths: tuple[int, ...]
-    dtype: Any
 
     @nn.compact
     def __call__(self, x):
         for width in self.widths:
-            x = nn.leaky_relu(nn.Conv(width, (4, 4), 2, dtype=self.dtype)(x), 0.2)
-        x = nn.Dense(1, dtype=self.dtype)(x.reshape(len(x), -1))
+            x = nn.leaky_relu(self.conv(width, (4, 4), 2)(x), 0.2)
+        x = self.dense(1)(x.reshape(len(x), -1))
         return x[:, 0].astype(jnp.float32)
 
 
