@@ -15,6 +15,7 @@ from benchmarks.common.compiled_steps import (
     REDUCE_FLOAT32,
     STEPS,
     Step,
+    steps,
 )
 from benchmarks.common.models import SIZES
 from jmp_lite.memory import DEVICES
@@ -31,23 +32,12 @@ TOLERANCE = 1.01
 class Limit(NamedTuple):
     """What a figure may be: so many times that of the step's base, and some more.
 
-    Attributes:
-      times: the multiple; two are those of sizes ci and full, None is not measured.
-      per_leaf: what may be added for each leaf of the parameters.
-      plus: what may be added once; two are those of sizes ci and full.
+    Of what is a pair, the first is for size ci, the second for size full.
     """
 
-    times: Any
-    per_leaf: int = 0
-    plus: Any = 0
-
-    def at(self, size: str) -> "Limit":
-        """Return the limit of a size."""
-        times, plus = (
-            x[size == "full"] if isinstance(x, tuple) else x
-            for x in (self.times, self.plus)
-        )
-        return self._replace(times=times, plus=plus)
+    times: Any  # None: it is not measured
+    per_leaf: int = 0  # what may be added for each leaf of the parameters
+    plus: Any = 0  # what may be added once
 
 
 # By step, and by the key of a row. What is no `Limit` is the `times` of one.
@@ -64,7 +54,6 @@ def other_versions(committed: Row, here: dict[str, str]) -> list[str]:
 
 
 def growth(committed: Results, measured: Results) -> list[tuple[str, ...]]:
-    """Return a row of a table for each figure that has grown."""
     rows = []
     for name in sorted({*committed, *measured}):
         if name not in measured or name not in committed:
@@ -101,16 +90,13 @@ def _of_casts(transformer_kernels: float) -> Limits:
 
 def _of_families() -> Limits:
     """Return what the README's table shows of families, and room for the small ones."""
-    families = "unet", "vit", "llama", "moe", "lstm"
-    traffic: dict[Step, Any] = {
-        Step(model, "bfloat16", GRAD_AUTOCAST): 1.08 for model in families
-    }
+    families = "unet, vit, llama, moe"
     # float16 has the same plan.
-    traffic |= {
-        Step(model, "float16", cast): 1.08
-        for model in families[:-1]
-        for cast in (GRAD_AUTOCAST, ADVISED)
-    }
+    chosen = [
+        *steps(f"{families}, lstm", "bfloat16", GRAD_AUTOCAST),
+        *steps(families, "float16", GRAD_AUTOCAST, ADVISED),
+    ]
+    traffic: dict[Step, Any] = dict.fromkeys(chosen, 1.08)
     # XLA does not see what a loop keeps: autocast decides it.
     traffic[Step("llama in a scan", "bfloat16", GRAD_AUTOCAST)] = 1.0
     # The gradient of its recurrent weight is one product after the loop.
@@ -118,22 +104,21 @@ def _of_families() -> Limits:
     found: Limits = {
         s: {"traffic": x, "peak": (1.08, 1.03)} for s, x in traffic.items()
     }
-    for model, (of_traffic, peak) in _OTHERS.items():
+    # Of those that are compiled at size ci alone: traffic and peak, as measured, and a
+    # little room. What is behind them is in benchmarks/README.md.
+    for model, of_traffic, peak in (
+        ("conformer", 1.035, 1.0),
+        ("convnext", 1.01, 0.7),
+        ("unet3d", 1.03, 1.07),
+        ("dit", 1.04, 0.9),
+        ("gnn", 1.065, 0.85),
+        ("pinn", 1.04, 1.0),
+    ):
         step = Step(model, "bfloat16", GRAD_AUTOCAST)
         found[step] = {"traffic": (of_traffic, None), "peak": (peak, None)}
     return found
 
 
-# Of families that are compiled at size ci alone: traffic and peak, as measured, and a
-# little room. What is behind them is in benchmarks/README.md.
-_OTHERS = {
-    "conformer": (1.035, 1.0),
-    "convnext": (1.01, 0.7),
-    "unet3d": (1.03, 1.07),
-    "dit": (1.04, 0.9),
-    "gnn": (1.065, 0.85),
-    "pinn": (1.04, 1.0),
-}
 _SCALED = Step("transformer", "float16", BY_HAND, scaled=True)
 # Gradients of weights in float32, beside rounded ones. On one device they cost next to
 # nothing: at size ci the figures are the same. On four they are sent in float32. At
@@ -154,11 +139,10 @@ _OF_GPUS: Limits = {
     **_of_families(),
     # As lean as casts by hand. The bytes of gradients, which are float32 sums here,
     # weigh more in a small model.
-    **{
-        Step(model, "float16", cast): {"traffic": (1.1, 1.03), "peak": TOLERANCE}
-        for model in ("transformer", "cnn")
-        for cast in (GRAD_AUTOCAST, ADVISED)
-    },
+    **dict.fromkeys(
+        steps("transformer, cnn", "float16", GRAD_AUTOCAST, ADVISED),
+        {"traffic": (1.1, 1.03), "peak": TOLERANCE},
+    ),
     _FLOAT32_GRADIENTS: {"traffic": (1.0, TOLERANCE), "peak": 1.0, "kernels": 1.0},
     # Convolutions are left out: for a float32 gradient GPUs need float32 operands.
     **{
@@ -188,32 +172,30 @@ _OF_FP8: Limits = {
 }
 
 
-def limits(device: str, size: str) -> list[tuple[Step, str, Limit]]:
-    """Return what must hold between the steps of a device, whatever is committed."""
-    of_gpu = _OF_GPUS | _OF_FP8 if DEVICES[device].has_fp8 else _OF_GPUS
-    found = [
-        (step, figure, (x if isinstance(x, Limit) else Limit(x)).at(size))
-        for step, figures in (_OF_TPUS if DEVICES[device].is_tpu else of_gpu).items()
-        for figure, x in figures.items()
-    ]
-    return [limit for limit in found if limit[2].times is not None]
-
-
 _BY_NAME = {str(step): step for step in STEPS}
 
 
 def broken_limits(device: str, size: str, results: Results) -> list[tuple[str, ...]]:
     """Return a row of a table for each promise that does not hold."""
-    rows = []
-    for step, figure, (times, per_leaf, plus) in limits(device, size):
-        if str(step) not in results or str(step.base) not in results:
+    rows, limits = [], _OF_TPUS if DEVICES[device].is_tpu else _OF_GPUS
+    if DEVICES[device].has_fp8:
+        limits = limits | _OF_FP8
+    for step, figures in limits.items():
+        row, base = results.get(str(step)), results.get(str(step.base))
+        if row is None or base is None:
             continue
-        row, base = results[str(step)], results[str(step.base)]
-        most = base[figure] * times + per_leaf * row["leaves"] + plus
-        if row[figure] > most:
-            figures = f"{row[figure]:,} against {base[figure]:,}"
-            ratio = f"{row[figure] / base[figure]:.3f}×"
-            rows.append((str(step), figure, figures, ratio, f"at most {most:,.0f}"))
+        for figure, limit in figures.items():
+            limit = limit if isinstance(limit, Limit) else Limit(limit)
+            times, per_leaf, plus = (
+                x[size == "full"] if isinstance(x, tuple) else x for x in limit
+            )
+            if times is None:
+                continue
+            new, old = row[figure], base[figure]
+            most = old * times + per_leaf * row["leaves"] + plus
+            if new > most:
+                cells = f"{new:,} against {old:,}", f"{new / old:.3f}×"
+                rows.append((str(step), figure, *cells, f"at most {most:,.0f}"))
     for name, row in results.items():
         bounds = [*_bounds_of_all(device, size, name, row)]
         step = _BY_NAME.get(name)
