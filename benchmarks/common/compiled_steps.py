@@ -25,7 +25,6 @@ SAVE_PRODUCTS = "grad(autocast(f)), save_products"
 # The policy has `reduce=float32`.
 REDUCE_FLOAT32 = "grad(autocast(f)), r=f32"
 
-
 _ALL = MODELS | OTHERS
 
 
@@ -94,7 +93,7 @@ def _value_and_grad(step: Step, sizes: Sizes, is_tpu: bool) -> Callable[..., Any
     # What autocast does by default where JAX' backend is that device.
     autocast = functools.partial(jmp_lite.autocast, recompute=not is_tpu)
     make_loss = _ALL[step.model].make_loss
-    policy = f"mixed_{step.dtype}"
+    policy: Any = f"mixed_{step.dtype}"
     if step.cast in (PLAIN, BY_HAND):
         loss = make_loss(step.dtype, sizes)
     elif step.cast != POLICY:
@@ -110,24 +109,21 @@ def _value_and_grad(step: Step, sizes: Sizes, is_tpu: bool) -> Callable[..., Any
 
     if step.cast == SAVE_PRODUCTS:
         loss = jax.checkpoint(loss, policy=save_products)
-    if step.cast in (GRAD_AUTOCAST, SAVE_PRODUCTS):
-        loss = autocast(loss, policy)
     if step.cast == REDUCE_FLOAT32:
-        fields = f"params=float32,compute={step.dtype},output=float32"
-        loss = autocast(loss, f"{fields},reduce=float32")
+        policy = f"p=float32,c={step.dtype},o=float32,r=float32"
     if step.cast == ADVISED:
-        loss = autocast(loss, advised_policy(step.model, step.dtype))
+        policy = advised_policy(step.model, step.dtype)
+    if step.cast in (GRAD_AUTOCAST, SAVE_PRODUCTS, REDUCE_FLOAT32, ADVISED):
+        loss = autocast(loss, policy)
 
     def fun(opt_state, *args):
+        of_loss = functools.partial(jax.value_and_grad, loss)
         if step.scaled:
-            return jmp_lite.scaled_value_and_grad(
-                loss, loss_scale=opt_state, has_aux=True
-            )(*args)
-        return jax.value_and_grad(loss, has_aux=True)(*args)
+            scaled = jmp_lite.scaled_value_and_grad
+            of_loss = functools.partial(scaled, loss, loss_scale=opt_state)
+        return of_loss(has_aux=True)(*args)
 
-    if step.cast == AUTOCAST_GRAD:
-        return autocast(fun, policy)
-    return fun
+    return autocast(fun, policy) if step.cast == AUTOCAST_GRAD else fun
 
 
 def fp8_by_rule(step: Step, sizes: Sizes) -> int:
@@ -140,16 +136,10 @@ def fp8_by_rule(step: Step, sizes: Sizes) -> int:
     if step.dtype != "fp8":
         return 0
     model = _ALL[step.model]
+    params, kept, *batch = model.shapes(sizes)
     grad = jax.grad(model.make_loss("float32", sizes), has_aux=True)
-    found = []
-
-    def count(params, kept, *batch):
-        explained = jmp_lite.explain(grad, f"mixed_{step.dtype}")
-        report = explained(params, *_held(kept), *batch)
-        found.append(sum(row.times for row in report.rows if row.is_fp8))
-
-    jax.eval_shape(count, *model.shapes(sizes))
-    return found[0]
+    report = jmp_lite.explain(grad, "mixed_fp8")(params, *_held(kept), *batch)
+    return sum(row.times for row in report.rows if row.is_fp8)
 
 
 def optimizer(step: Step) -> optax.GradientTransformationExtraArgs:
@@ -191,8 +181,7 @@ def build(step: Step, sizes: Sizes, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
 
     held = jax.tree.map(lambda x: place(x, is_split(x)), (params, opt_state, kept))
     batch = jax.tree.map(lambda x: place(x, mesh.size > 1), batch)
-    shardings = jax.tree.map(lambda x: x.sharding, held)
-    out = (*shardings, None)
+    out = (*jax.tree.map(lambda x: x.sharding, held), None)
     jitted = jax.jit(fun, donate_argnums=(0, 1, 2), out_shardings=out)
     return jitted, (*held, *batch)
 
@@ -205,6 +194,7 @@ def steps(models: str, dtypes: str, *casts: str, **how: Any) -> list[Step]:
 
 HALVES = "bfloat16 float16"
 _FAMILIES = "unet, vit, llama, moe"
+_SMALL_FAMILIES = "conformer, convnext, unet3d, dit, gnn, pinn"
 STEPS: list[Step] = [
     Step("transformer"),
     *steps("transformer", HALVES, BY_HAND, POLICY, GRAD_AUTOCAST, AUTOCAST_GRAD),
@@ -225,25 +215,19 @@ STEPS: list[Step] = [
     *steps("llama in a scan", HALVES, BY_HAND, GRAD_AUTOCAST),
     *steps("llama, moe", "fp8", GRAD_AUTOCAST),
     *(
-        step
+        dataclasses.replace(step, layout=layout)
         for layout in ("data parallel", "FSDP")
         for step in (
-            Step("transformer", layout=layout),
-            *steps(
-                *("transformer", "bfloat16", BY_HAND, GRAD_AUTOCAST, REDUCE_FLOAT32),
-                layout=layout,
-            ),
-            Step("transformer", "float16", BY_HAND, layout=layout),
-            Step("transformer", "float16", BY_HAND, scaled=True, layout=layout),
+            Step("transformer"),
+            *steps("transformer", "bfloat16", BY_HAND, GRAD_AUTOCAST, REDUCE_FLOAT32),
+            Step("transformer", "float16", BY_HAND),
+            Step("transformer", "float16", BY_HAND, scaled=True),
         )
     ),
     Step("transformer", "fp8", GRAD_AUTOCAST, layout="FSDP"),
     *steps("llama", "bfloat16", BY_HAND, GRAD_AUTOCAST, REDUCE_FLOAT32, layout="FSDP"),
     # In float16 they have the same plan.
-    *steps(
-        *("conformer, convnext, unet3d, dit, gnn, pinn", "bfloat16"),
-        *(BY_HAND, GRAD_AUTOCAST),
-    ),
+    *steps(_SMALL_FAMILIES, "bfloat16", BY_HAND, GRAD_AUTOCAST),
 ]
 # Compiled once, of other families.
 STEPS_OF_OTHERS = steps(", ".join(OTHERS), HALVES, BY_HAND, GRAD_AUTOCAST)
