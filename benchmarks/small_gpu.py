@@ -7,6 +7,7 @@ train steps of a model of TinyLlama's sizes for an RTX 4090, which need not be t
 Nothing is run. Of the reports it stores what `print` shows, for docs/trouble/memory.md.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,29 +70,22 @@ class Model:
         accumulated: int = 1,
         stacked: bool = True,
     ) -> Step:
-        """Return a train step and its shapes."""
-        loss_fn = self.loss_fn(half, recomputed)
-        params = self.params if stacked else self.unstacked
+        params, tokens = self.params if stacked else self.unstacked, self.tokens
         if half_weights:
             params = jmp.trees.cast_floating(params, jnp.bfloat16)
             tx = jmp.stochastic_rounding(tx, jax.random.key(0))
+        gradients = grad = jax.grad(self.loss_fn(half, recomputed))
+        if accumulated > 1:
+            tokens = tokens.update(shape=(accumulated, *tokens.shape))
 
-        def gradients(params, tokens):
-            if accumulated == 1:
-                return jax.grad(loss_fn)(params, tokens)
+            def gradients(params, tokens):
+                def add(total, tokens):
+                    return jax.tree.map(jnp.add, total, grad(params, tokens)), None
 
-            def add(total, tokens):
-                grads = jax.grad(loss_fn)(params, tokens)
-                return jax.tree.map(jnp.add, total, grads), None
-
-            zeros = jax.tree.map(jnp.zeros_like, params)
-            return jax.lax.scan(add, zeros, tokens)[0]
+                zeros = jax.tree.map(jnp.zeros_like, params)
+                return jax.lax.scan(add, zeros, tokens)[0]
 
         step = transformer.train_step(gradients, tx)
-        tokens = self.tokens
-        if accumulated > 1:
-            shape = (accumulated, *tokens.shape)
-            tokens = jax.ShapeDtypeStruct(shape, tokens.dtype)
         shapes = params, jax.eval_shape(tx.init, params), tokens
         return jax.jit(step, donate_argnums=(0, 1) if donated else ()), shapes
 
@@ -99,14 +93,11 @@ class Model:
         """Return a train step of adapters (LoRA) beside frozen half weights."""
         loss_fn = self.loss_fn(True, True)
         params = jmp.trees.cast_floating(self.params, jnp.bfloat16)
-        kernels = {name: params["layers"][name] for name in ("query", "value")}
-        adapters = {
-            name: [
-                jax.ShapeDtypeStruct((x.shape[0], *shape), jnp.float32)
-                for shape in ((x.shape[1], RANK), (RANK, x.shape[2]))
-            ]
-            for name, x in kernels.items()
-        }
+        adapters = {}
+        for name in ("query", "value"):
+            layers, rows, columns = params["layers"][name].shape
+            shapes = (layers, rows, RANK), (layers, RANK, columns)
+            adapters[name] = [jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes]
 
         def adapted_loss(adapters, params, tokens):
             layers = dict(params["layers"])
@@ -125,9 +116,9 @@ class Model:
 
 def steps(model: Model) -> dict[str, Step]:
     """Return what is compared, in the order in which the page tries it."""
-    adam = optax.adam(1e-4)
+    adam, adafactor = optax.adam(1e-4), optax.adafactor(1e-4)
     in_8_bits = jmp.low_precision_state(adam, "8bit")
-    adafactor = optax.adafactor(1e-4)
+    half = functools.partial(model.step, half_weights=True)
     return {
         "float32": model.step(adam, half=False, recomputed=False, donated=False),
         "donated": model.step(adam, half=False, recomputed=False),
@@ -136,14 +127,10 @@ def steps(model: Model) -> dict[str, Step]:
         "Adam in bf16": model.step(jmp.low_precision_state(adam)),
         "Adam in 8 bits": model.step(in_8_bits),
         "AdaFactor": model.step(adafactor),
-        "bf16 weights, Adam in 8 bits": model.step(in_8_bits, half_weights=True),
-        "bf16 weights, Adam in 8 bits, not stacked": model.step(
-            in_8_bits, half_weights=True, stacked=False
-        ),
-        "bf16 weights, AdaFactor": model.step(adafactor, half_weights=True),
-        "bf16 weights, AdaFactor, 4 batches summed": model.step(
-            adafactor, half_weights=True, accumulated=4
-        ),
+        "bf16 weights, Adam in 8 bits": half(in_8_bits),
+        "bf16 weights, Adam in 8 bits, not stacked": half(in_8_bits, stacked=False),
+        "bf16 weights, AdaFactor": half(adafactor),
+        "bf16 weights, AdaFactor, 4 batches summed": half(adafactor, accumulated=4),
         "bf16 weights frozen, LoRA": model.adapters(adam),
     }
 
@@ -151,7 +138,6 @@ def steps(model: Model) -> dict[str, Step]:
 def measure(
     device: str, sizes: dict[str, int], names: list[str] | None = None
 ) -> dict[str, Any]:
-    """Return what the three calls print, and the figures of each step."""
     model = Model(sizes)
     compared = {k: v for k, v in steps(model).items() if names is None or k in names}
     found = jmp.memory.compare(compared, device, fits=LIMIT, on_progress=print)
