@@ -59,7 +59,6 @@ _FORMATS = {
 
 
 def draw_ranges() -> Figure:
-    """Draw the range of each format: its normal and its subnormal numbers."""
     figure, (axes,) = plots.panels(1, 1, (7.5, 2.8), grid="x")
     for row, (dtype, color) in enumerate(_FORMATS.values()):
         info = jnp.finfo(dtype)
@@ -101,11 +100,10 @@ def draw_errors() -> Figure:
         rounded = np.nan_to_num(inside).astype(dtype).astype(np.float64)
         errors = 100 * np.abs(rounded - inside) / inside
         has_any = ~np.isnan(errors).all(1)
-        edges = [*exponents[has_any], exponents[has_any][-1] + 1]
-        edges[-1] = min(edges[-1], math.log2(largest))
-        look = {"color": color, "linewidth": 1.8}
-        largest_errors = np.nanmax(errors[has_any], 1)
-        axes.stairs(largest_errors, edges, baseline=None, label=name, **look)
+        starts = exponents[has_any]
+        edges = [*starts, min(starts[-1] + 1, math.log2(largest))]
+        look = {"color": color, "linewidth": 1.8, "label": name}
+        axes.stairs(np.nanmax(errors[has_any], 1), edges, baseline=None, **look)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlim(exponents[0], exponents[-1] + 1)
@@ -120,7 +118,6 @@ def draw_errors() -> Figure:
 
 
 def draw_gradients() -> Figure:
-    """Draw the exponents of gradients over the range of float16, scaled and not."""
     grads, loss_scale = _gradients()
     whole, drawn = jnp.concatenate([g.ravel() for g in grads]), {}
     scaled = f"times 2**{math.log2(loss_scale):g}"
@@ -178,17 +175,13 @@ PERIOD = 25
 class Training(NamedTuple):
     """A small training in float16, step by step; arrays `[STEPS]`."""
 
-    scale: Any
-    """The loss scale that the step used."""
-    applied: Any
-    """Whether its gradients and its loss were finite."""
-    largest: Any
-    """The largest magnitude of a scaled gradient."""
+    scale: Any  # the loss scale that the step used
+    applied: Any  # whether its gradients and its loss were finite
+    largest: Any  # the largest magnitude of a scaled gradient
 
 
 @functools.partial(jax.jit, static_argnames="fault")
 def train(loss_scale: float, fault: Fault | None = None) -> Training:
-    """Train a small network in float16, from an initial loss scale on."""
     key_x, key_y, key_0, key_1 = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(key_x, (64, 16))
     y = jnp.tanh(x[:, :1]) + 0.1 * jax.random.normal(key_y, (64, 1))
@@ -222,7 +215,6 @@ def train(loss_scale: float, fault: Fault | None = None) -> Training:
 
 
 def draw_loss_scale() -> Figure:
-    """Draw the loss scale of a training, and the scaled gradients that decide it."""
     run = train(2.0**24)
     figure, (top, bottom) = plots.panels(2, 1, (7.5, 4.6), sharex=True)
     at = np.arange(STEPS)
@@ -251,7 +243,6 @@ def draw_loss_scale() -> Figure:
 
 
 def draw_skipped(steps: int = 300) -> Figure:
-    """Draw the loss scale of a training that works, and of two that do not."""
     runs: dict[str, tuple[Fault | None, str, str]] = {
         "sound": (None, plots.BLUE, "-"),
         "a gradient that is NaN at any scale": ("gradient", plots.VERMILION, "--"),
@@ -301,7 +292,6 @@ def draw_ten_minutes() -> Figure:
 
 
 def draw_overflow() -> Figure:
-    """Draw the range of each layer of the transformer that overflows in float16."""
     example = find_the_overflow
     model = example.Transformer(width=64, layers=2)
     loss_fn = functools.partial(example.plain_loss, model)

@@ -32,6 +32,10 @@ PAGES = [
 TABLES = measured_tables.TABLES | compiled_tables.TABLES
 
 
+def table(name: str) -> str:
+    return report.markdown_table(TABLES[name]())
+
+
 def measured(names: str) -> str:
     """Return lines that say with what results were measured; the results have more."""
     revisions: dict[str, list[str]] = {}
@@ -64,24 +68,16 @@ def made_blocks(text: str) -> Iterator[tuple[re.Match[str], str | None]]:
     """Yield what a page has made of results, and what it should be.
 
     That is None if the result is not there.
-
-    Raises:
-      KeyError: there is no such table.
     """
+    make = {"table": table, "measured": measured, "printed": printed}
     for match in _MADE.finditer(text):
-        kind, name, _ = match.groups()
         try:
-            if kind == "table":
-                made = report.markdown_table(TABLES[name]())
-            else:
-                made = {"measured": measured, "printed": printed}[kind](name)
+            yield match, make[match[1]](match[2])
         except FileNotFoundError:
-            made = None
-        yield match, made
+            yield match, None
 
 
 def rewrite(text: str) -> str:
-    """Return a page with what is made of results anew."""
     for match, made in reversed(list(made_blocks(text))):
         if made is None:
             print(f"No result for {match[1]} {match[2]}: it stays as it is.")

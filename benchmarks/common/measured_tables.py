@@ -15,22 +15,15 @@ from benchmarks import (
     train_step,
     tree_stats,
 )
-from benchmarks.common import run
+from benchmarks.common import compiled_tables, run
 from benchmarks.common.committed import TIMED, load
 from benchmarks.common.models import MODELS
-from benchmarks.common.run import percent
 from benchmarks.common.timing import ratios
 from benchmarks.train_step import FLOAT32, TF32
 from examples import resnet, transformer
 from examples.common import report
 
 BY_AUTOCAST = train_step.IN_BFLOAT16["autocast"]
-
-# The benchmarks that run: each makes its own table, here of its committed result.
-_BENCHMARKS = (
-    *(autocast_trace, checkpoint_save, convergence, fp8_accuracy),
-    *(step_overhead, storage_accuracy, tree_stats),
-)
 
 # The examples.
 
@@ -47,8 +40,7 @@ def tiny(name: str) -> run.Rows:
 def differences(*names: str) -> run.Rows:
     """How far half precision is from float32, and float32 from itself.
 
-    Args:
-      names: of examples whose float32 runs are the same.
+    The float32 runs of these examples are the same.
     """
     rows, full = [], _losses(names[0], "float32")
     for name in names:
@@ -57,7 +49,7 @@ def differences(*names: str) -> run.Rows:
             losses = _losses(name, policy)
             change = float(np.mean(losses) / np.mean(full))
             largest = np.max(np.abs(np.divide(losses, full) - 1))
-            cells = percent(change, zero="0"), f"{100 * largest:.1f} %"
+            cells = run.percent(change, zero="0"), f"{100 * largest:.1f} %"
             rows.append([f"{policy}, {way}", *cells])
     spread = (max(full) - min(full)) / np.mean(full)
     rows.append(["float32, seeds among themselves", "", f"{100 * spread:.1f} %"])
@@ -66,13 +58,12 @@ def differences(*names: str) -> run.Rows:
 
 
 def _losses(name: str, policy: str) -> list[float]:
-    """Return the validation losses of an example under a policy, of each seed."""
     runs = load(f"cpu/{name}/results.json")["runs"]
     return [run["validation_loss"] for run in runs if run["policy"] == policy]
 
 
 def of(name: str, make: Callable[[run.Result], run.Rows]) -> Callable[[], run.Rows]:
-    return lambda: make(load(f"cpu/{name}.json"))
+    return lambda: make(load(f"{name}.json"))
 
 
 def train_steps() -> dict[str, run.Result]:
@@ -81,11 +72,7 @@ def train_steps() -> dict[str, run.Result]:
 
 
 def speeds(over: str) -> dict[str, float]:
-    """Return how many times as fast autocast in bfloat16 is, by model.
-
-    Args:
-      over: the precision that it is compared with.
-    """
+    """Return the speed of autocast in bfloat16 over that of a precision, by model."""
     return {
         MODELS[model].title: 1 / ratios(result["rows"], BY_AUTOCAST, over)[1]
         for model, result in train_steps().items()
@@ -116,12 +103,12 @@ def steps_in_short() -> run.Rows:
 
 def predicted_memory() -> run.Rows:
     """How the memory of what ran differs from that of what was only compiled."""
-    compiled = load("h100-compiled/programs-full.json")["results"]
-    peaks, rows = {row["step"]: row["peak"] for row in compiled}, []
+    compiled, rows = compiled_tables.programs("h100"), []
     for model, result in train_steps().items():
         row = {"": MODELS[model].title}
         for title, name in train_step.IN_BFLOAT16.items():
-            ran, peak = result["rows"][name]["memory"], peaks[f"{model}: {name}"]
+            ran = result["rows"][name]["memory"]
+            peak = compiled[f"{model}: {name}"]["peak"]
             row[f"{title}: compiled on the GPU, MiB"] = f"{ran / 2**20:.0f}"
             row[f"{title}: without it, MiB"] = f"{peak / 2**20:.0f}"
         rows.append(row)
@@ -146,21 +133,21 @@ TABLES: dict[str, Callable[[], run.Rows]] = {
     "transformer_differences": functools.partial(
         differences, "transformer", "transformer-with_policy"
     ),
-    **{
-        name: of(name, module.summarise)
-        for module in _BENCHMARKS
-        if (name := module.__name__.rpartition(".")[2])
-    },
+    "autocast_trace": of("cpu/autocast_trace", autocast_trace.summarise),
+    "checkpoint_save": of("cpu/checkpoint_save", checkpoint_save.summarise),
+    "convergence": of("cpu/convergence", convergence.summarise),
+    "fp8_accuracy": of("cpu/fp8_accuracy", fp8_accuracy.summarise),
+    "step_overhead": of("cpu/step_overhead", step_overhead.summarise),
+    "storage_accuracy": of("cpu/storage_accuracy", storage_accuracy.summarise),
+    "tree_stats": of("cpu/tree_stats", tree_stats.summarise),
     "train_step": lambda: train_step.summarise(train_steps()),
     "train_step_transformer": lambda: train_step.list_ways(
         train_steps()["transformer"]["rows"]
     ),
     "steps_in_short": steps_in_short,
     "predicted_memory": predicted_memory,
-    "step_overhead_h100": lambda: step_overhead.summarise(
-        load("h100/step_overhead.json")
-    ),
-    "step_overhead_leaves": of("step_overhead", step_overhead.summarise_leaves),
-    "fp8_gradients": of("fp8_accuracy", fp8_accuracy.summarise_gradients),
-    "autocast_compile": of("autocast_trace", autocast_trace.summarise_compiling),
+    "step_overhead_h100": of("h100/step_overhead", step_overhead.summarise),
+    "step_overhead_leaves": of("cpu/step_overhead", step_overhead.summarise_leaves),
+    "fp8_gradients": of("cpu/fp8_accuracy", fp8_accuracy.summarise_gradients),
+    "autocast_compile": of("cpu/autocast_trace", autocast_trace.summarise_compiling),
 }

@@ -21,12 +21,13 @@ from benchmarks.train_step import TF32
 from examples.common import plots
 
 _COLORS = plots.BLUE, plots.VERMILION, plots.GREEN, plots.PURPLE, plots.ORANGE
-
+# By the dtype of the model, and how weights are stored.
 _COLOURS = {
-    FLOAT32: plots.BLACK,
-    storage.MASTERS: plots.BLUE,
-    storage.REMAINDERS: plots.GREEN,
-    storage.STOCHASTIC: plots.VERMILION,
+    (FLOAT32, FLOAT32): plots.PURPLE,
+    (storage.HALF, FLOAT32): plots.BLACK,
+    (storage.HALF, storage.MASTERS): plots.BLUE,
+    (storage.HALF, storage.REMAINDERS): plots.GREEN,
+    (storage.HALF, storage.STOCHASTIC): plots.VERMILION,
 }
 _MARKERS = {
     (ADAM, FLOAT32): "o",
@@ -36,12 +37,7 @@ _MARKERS = {
 }
 
 
-def _colour(way: Storage) -> str:
-    return plots.PURPLE if way.compute == FLOAT32 else _COLOURS[way.weights]
-
-
 def draw_times() -> Figure:
-    """Draw the times of train steps in bfloat16 over those in TF32."""
     results, series = train_steps(), {}
     for title, name in train_step.IN_BFLOAT16.items():
         series[title] = {
@@ -77,7 +73,6 @@ def draw_first() -> Figure:
 
 
 def draw_losses() -> Figure:
-    """Draw the training losses of four tasks: means over seeds, from low to high."""
     found = load("cpu/convergence.json")
     dots = (0, (1, 1))
     # float32 is drawn broad and first, so that no other line hides it.
@@ -118,7 +113,6 @@ def draw_losses() -> Figure:
 
 
 def draw_fp8_gradients() -> Figure:
-    """Draw the error of the gradient of each parameter, in bfloat16 and in fp8."""
     found = load("cpu/fp8_accuracy.json")["tasks"]
     found = {task: x for task, x in found.items() if x["products"]["products_in_fp8"]}
     errors = {task: x["seeds"][0]["gradient_errors"] for task, x in found.items()}
@@ -164,7 +158,6 @@ def draw_fp8_gradients() -> Figure:
 
 
 def draw_overhead() -> Figure:
-    """Draw the times of a train step with loss scaling over the bare optimiser's."""
     series = {}
     for case in load("cpu/step_overhead.json")["cases"]:
         if (case["problem"], case["optimizer"]) == ("mlp", "adam"):
@@ -179,7 +172,6 @@ def draw_overhead() -> Figure:
 
 
 def draw_compiled() -> Figure:
-    """Draw bytes and peaks of compiled train steps over float32's."""
     panels = []
     for what in ("main memory", "peak memory"):
         series = {
@@ -206,11 +198,17 @@ def draw_memory() -> Figure:
     for axes, device in zip(all_axes, devices, strict=True):
         for choice in (x for x in shown if x.peaks[device]):
             way, losses = choice.storage, choice.losses
-            style: Any = {"color": _colour(way), "linestyle": "none", "markersize": 7}
-            style["marker"] = _MARKERS[way.optimizer, way.state]
             for remat, peak in choice.peaks[device].items():
-                fill = "full" if remat else "none"
-                axes.plot([peak / 2**30], [choice.loss], fillstyle=fill, **style)
+                axes.plot(
+                    *(
+                        [peak / 2**30],
+                        [choice.loss],
+                        _MARKERS[way.optimizer, way.state],
+                    ),
+                    color=_COLOURS[way.compute, way.weights],
+                    markersize=7,
+                    fillstyle="full" if remat else "none",
+                )
             ends = 2 * [choice.peaks[device][True] / 2**30], [min(losses), max(losses)]
             axes.plot(*ends, color=plots.LIGHT_GREY, zorder=0)
         sizes = load(f"{device}-compiled/memory.json")["settings"]
@@ -227,10 +225,11 @@ def draw_memory() -> Figure:
         style = {"color": color, "marker": marker, "fillstyle": fillstyle}
         return Line2D([], [], linestyle="none", label=label, **style)
 
-    ways = [choice.storage for choice in choices[::-1]]
-    titles = {FLOAT32: "float32 model"}
     parameters = {
-        _colour(x): titles.get(x.compute, f"bf16 model; {x.params_title}") for x in ways
+        _COLOURS[x.storage.compute, x.storage.weights]: "float32 model"
+        if x.storage.compute == FLOAT32
+        else f"bf16 model; {x.storage.params_title}"
+        for x in choices[::-1]
     }
     entries = [
         *(entry(label, color) for color, label in parameters.items()),
@@ -261,13 +260,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
 def _draw(
     panels: list[tuple[str, dict[str, dict[str, Any]]]], title: str, label: str
 ) -> Figure:
-    """Draw ratios beside a line at 1, a panel for each title.
-
-    Args:
-      panels: for each its title, and by series and row the quartiles of a ratio.
-      title: of the figure.
-      label: of the ratios.
-    """
+    """Draw ratios beside a line at 1: in each panel, by series and row, quartiles."""
     rows = list(dict.fromkeys(row for _, s in panels for d in s.values() for row in d))
     size = (7.5, 1.7 + 0.36 * len(rows))
     figure, axes = plots.panels(1, len(panels), size, grid="x", sharey=True)
