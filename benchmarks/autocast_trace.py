@@ -46,7 +46,6 @@ def loss(params: Any, tokens: jax.Array) -> jax.Array:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Return the processor time of a call."""
     return timeit.timeit(call, gc.collect, timer=time.process_time, number=1)
 
 
@@ -89,7 +88,6 @@ def summarise(result: run.Result) -> run.Rows:
 
 
 def summarise_compiling(result: run.Result) -> run.Rows:
-    """Return the times of compiling over those of the plain function."""
     depth, programs = next(iter(result["samples"].items()))
     _, *halves = CASTS
     rows = []

@@ -49,8 +49,6 @@ def make_state(megabytes: int) -> dict[str, Any]:
 
 
 def make_savers(root: Path, state: Any) -> dict[str, Callable[[int], Any]]:
-    """Return functions that save a step, each into a folder of its own."""
-
     def with_checkpointer(step):
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(root / "checkpointer" / str(step), state)
@@ -70,19 +68,16 @@ def make_savers(root: Path, state: Any) -> dict[str, Callable[[int], Any]]:
 
 
 def summarise(result: run.Result) -> run.Rows:
-    """Return the times of a save over those of `BARE`."""
-    samples = result["samples"]
-    times = {"time": "seconds", "processor time": "processor_seconds"}
+    def over_bare(name, key):
+        return quartiles_text(ratios(result["samples"], name, BARE, key))
+
     return [
         {
             "": f"`{name}`",
-            **{
-                title: quartiles_text(ratios(samples, name, BARE, key))
-                for title, key in times.items()
-            },
+            "time": over_bare(name, "seconds"),
+            "processor time": over_bare(name, "processor_seconds"),
         }
-        for name in samples
-        if name != BARE
+        for name in (MANAGER, OURS)
     ]
 
 

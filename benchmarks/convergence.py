@@ -53,7 +53,6 @@ SCORES = (
 
 
 def curve(loss: Any, **scores: float) -> dict[str, Any]:
-    """Return what is kept of an example's run."""
     return {
         # No more than five digits are drawn, and JSON stays small.
         "loss": [float(f"{x:.5g}") for x in loss],
@@ -65,7 +64,6 @@ def curve(loss: Any, **scores: float) -> dict[str, Any]:
 def train_example(
     train: Callable[..., list[report.Record]], seed: int, steps: int, console: Console
 ) -> Curves:
-    """Return the curves of an example's training in the precisions of RUNS."""
     options = {"seed": seed, "steps": steps, "console": console}
     scaled = {name: policy for name, policy in RUNS.items() if name != UNSCALED}
     records = train(scaled, static_scale=0.0, **options)
@@ -136,7 +134,6 @@ TASKS = {
 
 
 def summarise(result: run.Result) -> run.Rows:
-    """Return means over the seeds."""
     rows = []
     for task, key, title in SCORES:
         if task not in result["tasks"]:

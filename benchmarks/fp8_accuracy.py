@@ -65,7 +65,6 @@ TASKS: dict[str, Callable[[int, int], Task]] = {
 
 
 def count_products(task: Task) -> dict[str, Any]:
-    """Return how many matrix products of the forward pass are in fp8."""
     found = jmp.explain(task.loss_fn, "mixed_fp8")(*task.at_first())
     return {
         "products_in_fp8": sum(row.is_fp8 for row in found.rows),
@@ -78,17 +77,13 @@ Errors = dict[str, dict[str, float]]  # by run and parameter; "" is the whole gr
 
 
 def gradients(task: Task, *args: Any) -> dict[str, Gradients]:
-    """Return the gradients of each run at the same arguments of the loss."""
-
     def of(way: Way) -> Gradients:
-        found = jax.jit(jax.grad(way.cast(task.loss_fn), has_aux=task.has_aux))(*args)
-        leaves = jax.tree.leaves_with_path(found[0] if task.has_aux else found)
-        return {
-            jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(
-                ".value"
-            ): np.asarray(x, np.float64).ravel()
-            for path, x in leaves
-        }
+        grads = jax.jit(jax.grad(way.cast(task.loss_fn), has_aux=task.has_aux))(*args)
+        found = {}
+        for path, x in jax.tree.leaves_with_path(grads[0] if task.has_aux else grads):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            found[name.removesuffix(".value")] = np.asarray(x, np.float64).ravel()
+        return found
 
     # On any device, a product that is in float32 has all digits of float32.
     with jax.default_matmul_precision("highest"):
@@ -96,7 +91,6 @@ def gradients(task: Task, *args: Any) -> dict[str, Gradients]:
 
 
 def gradient_errors(gradients: dict[str, Gradients]) -> Errors:
-    """Return the errors of each run, compared with float32."""
     whole = {run: np.concatenate([*found.values()]) for run, found in gradients.items()}
     expected = gradients[BASELINE]
     least = ROUNDING * _root_mean_square(whole[BASELINE])
@@ -133,7 +127,6 @@ def train_seed(
 
 
 def summarise(result: run.Result) -> run.Rows:
-    """Return a table of the scores, means of the seeds."""
     rows = []
     for task, found in result["tasks"].items():
         seeds = [seed["scores"] for seed in found["seeds"]]

@@ -178,7 +178,6 @@ JMP_LEAVES = 100
 
 
 def not_measured(leaves: int) -> dict[str, str]:
-    """Return which contenders are left out, and why."""
     if importlib.util.find_spec("jmp") is None:
         return {JMP: "jmp is not installed: pip install jmp"}
     if leaves > JMP_LEAVES:
@@ -219,7 +218,6 @@ def make_columns(leaves: int, batch_size: int) -> tuple[list[jax.Array], Any]:
 
 
 def summarise(result: run.Result) -> run.Rows:
-    """Return times of a step of the MLP over the bare optimiser's."""
     rows = [{"": title} for title in PEERS.values()]
     for case in result["cases"]:
         if case["problem"] == "mlp":

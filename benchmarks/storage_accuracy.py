@@ -13,6 +13,7 @@ batches. Nearly all parameters are in leaves of 4096 numbers or more, those whos
 from examples.common import requirements  # noqa: F401 - first: what to install
 
 # ruff: isort: split
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,27 +42,23 @@ def of_transformer(storage: Storage, steps: int) -> Any:
     return storage.transformation(transformer.learning_rate(steps), clip)
 
 
-def of_digits(storage: Storage, steps: int) -> Any:
-    del steps
-    return storage.transformation(1e-3)
-
-
 # Name -> the task of a seed, and its optimiser.
 TASKS: dict[str, tuple[Callable[[int, int], Task], Callable[[Storage, int], Any]]] = {
     "transformer": (tasks.transformer_task, of_transformer),
-    "mlp": (lambda *args: tasks.digits_task("mlp", *args), of_digits),
+    "mlp": (
+        functools.partial(tasks.digits_task, "mlp"),
+        lambda storage, _: storage.transformation(1e-3),
+    ),
 }
 
 
 def way_of(storage: Storage, tx: Any) -> Way:
-    """Return how a model is trained with numbers that are stored in this way."""
     compute = jnp.dtype(storage.compute)
     policy = jmp.Policy(storage.param_dtype, compute, jnp.dtype("float32"))
     return Way(lambda fun: autocast_if_half(fun, policy), {"policy": policy, "tx": tx})
 
 
 def summarise(result: run.Result) -> run.Rows:
-    """Return a table: validation losses, means of the seeds, over the baseline."""
     rows, base = [], str(BASELINE)
     for storage in RUNS:
         name = str(storage)

@@ -101,7 +101,6 @@ def start(way: Way, sizes: dict[str, Any]) -> tuple[Callable[[Any], Any], Any, i
 def measure(
     timed: list[Way], sizes: dict[str, Any], *, rounds: int, steps: int
 ) -> dict[str, dict[str, Any]]:
-    """Return times and bytes of a model, by turns in each way."""
     title = MODELS[timed[0].step.model].title
     rows, steppers, states = {}, {}, {}
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
@@ -115,7 +114,6 @@ def measure(
 
 
 def summarise(results: dict[str, run.Result]) -> run.Rows:
-    """Return a row of time and memory in bfloat16 for each model."""
     rows, (by_hand, autocast) = [], IN_BFLOAT16.values()
     for model, result in results.items():
         found = result["rows"]
@@ -134,7 +132,6 @@ def summarise(results: dict[str, run.Result]) -> run.Rows:
 
 
 def list_ways(rows: dict[str, dict[str, Any]]) -> run.Rows:
-    """Return a table of a model's times and memory in each way."""
     base, half = rows[FLOAT32], IN_BFLOAT16["autocast"]
     found = [
         {

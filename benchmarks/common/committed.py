@@ -11,11 +11,6 @@ TIMED = "transformer", "cnn", "unet", "vit", "llama", "lstm", "mlp"
 
 
 def load(name: str) -> dict[str, Any]:
-    """Return a committed result.
-
-    Raises:
-      FileNotFoundError: there is none.
-    """
     return json.loads((COMMITTED / name).read_text(encoding="utf-8"))
 
 

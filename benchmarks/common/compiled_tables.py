@@ -36,7 +36,6 @@ _COLUMNS = {
 
 
 def programs(device: str, size: str = "full") -> dict[str, dict[str, Any]]:
-    """Return the rows of the programs of a device, by step."""
     found = load(f"{device}-compiled/programs-{size}.json")["results"]
     return {row["step"]: row for row in found}
 
@@ -175,7 +174,6 @@ _SHARDED_IN_FP8 = Step("transformer", "fp8", GRAD_AUTOCAST, layout="FSDP")
 
 
 def fp8() -> Rows:
-    """Steps in fp8 on an H100, over the same steps in bfloat16."""
     found, rows = programs("h100"), []
     for title, step in (
         ("transformer", Step("transformer", "fp8", GRAD_AUTOCAST)),

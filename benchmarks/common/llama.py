@@ -24,13 +24,10 @@ def make_loss(
     sizes: dict[str, Any],
     around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda layer: layer,
 ) -> Callable[..., tuple[jax.Array, Any]]:
-    """Return the cross entropy of the next token.
+    """Return the cross entropy of the next token; `sizes` are as in `models.SIZES`.
 
-    Args:
-      dtype: the compute dtype.
-      sizes: as in `models.SIZES`.
-      around: what is around each layer, such as `jax.checkpoint`. Layers may be stacked
-        in one, as `transformer.stack` does.
+    What is `around` each layer may be `jax.checkpoint`. Layers may be stacked in one,
+    as `transformer.stack` does.
     """
     half = jnp.dtype(dtype)
 
@@ -142,7 +139,6 @@ def _experts(x, layer, sizes):
 
 
 def make_params(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters, as zeros."""
     width, hidden, words = sizes["width"], sizes["hidden"], sizes["vocabulary"]
     kv_width = width * sizes["kv_heads"] // sizes["heads"]
     experts = (sizes["experts"],) if "experts" in sizes else ()

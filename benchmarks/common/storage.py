@@ -46,7 +46,6 @@ class Storage(NamedTuple):
 
     @property
     def param_dtype(self) -> Any:
-        """The dtype of the parameters."""
         return jnp.dtype(FLOAT32 if self.weights == FLOAT32 else HALF)
 
     def transformation(
@@ -65,12 +64,10 @@ class Storage(NamedTuple):
 
     @property
     def params_title(self) -> str:
-        """The parameters and their masters, as tables name them."""
         return FLOAT32 if self.weights == FLOAT32 else WEIGHTS[self.weights][0]
 
     @property
     def optimizer_title(self) -> str:
-        """The optimiser and the dtype of its state, as tables name them."""
         states = {FLOAT32: "", HALF: ", bf16 state", "8bit": ", 8-bit state"}
         return self.optimizer + states[self.state]
 

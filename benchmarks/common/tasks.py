@@ -52,7 +52,6 @@ class Task(NamedTuple):
     score: Callable[[Cast, Any], Scores]
 
     def at_first(self) -> tuple[Any, Any, Any]:
-        """Return the arguments of `loss_fn` at the first step."""
         state = self.make_run(self.loss_fn).state
         return state.params, self.other_state(state), next(self.batches())
 

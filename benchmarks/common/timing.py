@@ -25,12 +25,8 @@ def take_turns(
 ) -> dict[str, Samples]:
     """Run every program for some steps in each of the rounds, in an order that rotates.
 
-    Args:
-      programs: name to `state -> state`, compiled; it may donate its state.
-      states: name to the first state; each is replaced by the last one.
-      rounds: how often each has its turn.
-      steps: how many steps make a turn.
-      title: what to write before the number of rounds.
+    Programs, by name, are compiled, `state -> state`, and may donate their state; each
+    of the first states is replaced by the last one.
 
     Returns:
       Per name, for each round, seconds per step on the clock and on the processor: the
@@ -62,7 +58,6 @@ def quartiles(times: Sequence[float], of: Sequence[float]) -> list[float]:
 def ratios(
     samples: Mapping[str, Samples], name: str, of: str, key: str = "seconds"
 ) -> list[float]:
-    """Return quartiles of the ratios of two of the programs that took turns."""
     return quartiles(samples[name][key], samples[of][key])
 
 
@@ -76,11 +71,7 @@ def time_steps(
 ) -> dict[str, dict[str, Any]]:
     """Compile train steps, with their first states, and run them by `take_turns`.
 
-    Returns:
-      Per name what that returns, and the processor seconds of compiling.
-
-    Raises:
-      RuntimeError: a training has failed.
+    Return per name what that returns, and the processor seconds of compiling.
     """
     rows, programs, states = {}, {}, {}
     for name, (step, state) in contenders.items():

@@ -1,5 +1,6 @@
 """The transformer that several benchmarks compile: written in f32, or cast by hand."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,6 @@ def init(layers: int, width: int, vocabulary: int) -> dict[str, Any]:
 
 
 def zeros(shapes: Any) -> Any:
-    """Return arrays of zeros for a tree of shapes."""
     return jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
@@ -38,22 +38,13 @@ def stack(params: Any) -> dict[str, Any]:
 def loss_fn(
     params: Any, tokens: jax.Array, heads: int, dtype: Any, remat: bool = False
 ) -> jax.Array:
-    """Return the mean cross entropy of the next token.
+    """Return the mean cross entropy of the next token, of tokens `[B, S]`.
 
     In f32 this is plain code. In half it is cast by hand as flax's `dtype=` would have
-    it: products and the residual stream in half, norms, softmax and loss in f32.
-
-    Args:
-      params: as `init` makes them, or `stack`.
-      tokens: `[B, S]`, int32.
-      heads: attention heads.
-      dtype: the compute dtype.
-      remat: whether the backward pass computes each layer again, from what went in.
+    it: products and the residual stream in half, norms, softmax and loss in f32. With
+    `remat`, the backward pass computes each layer again, from what went in.
     """
-
-    def layer_fn(x, layer):
-        return _layer(x, layer, heads, dtype)
-
+    layer_fn = functools.partial(_layer, heads=heads, dtype=dtype)
     if remat:
         layer_fn = jax.checkpoint(layer_fn)
     x = params["embedding"].astype(dtype)[tokens]
