@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
-from jmp_lite._src import arguments, compat, trees
+from jmp_lite._src import compat, trees
 
 PARAMETERS, STATE, BATCH = "parameters", "optimiser state", "batch"
 OTHER = "other state"
@@ -29,18 +29,12 @@ _FIELDS = {
 }
 
 
-def check_classes(classes: Mapping[str | int, str] | None) -> None:
-    given = arguments.mapping(classes, "classes", "arguments to what they are")
-    for name, value in given.items():
-        arguments.one_of(value, f"the class of the argument {name!r}", CLASSES)
-
-
 def classes_of_leaves(
     fun: Callable[..., object],
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
     result: object,
-    classes: Mapping[str | int, str] | None = None,
+    classes: Mapping[str | int, str],
 ) -> list[str]:
     """Return the class of each array among the arguments of a step, in their order.
 
@@ -52,7 +46,7 @@ def classes_of_leaves(
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     names = [p.name for p in named if p.kind in kinds][: len(args)]
     names += [f"argument {i}" for i in range(len(names), len(args))]
-    given = dict(classes or {})
+    given = dict(classes)
     returned = {_structure(x) for x in _nodes(result) if not trees.is_array(x)}
     # Each array that is returned by itself is one argument; a loss is a number.
     results = result if isinstance(result, tuple) else (result,)

@@ -210,7 +210,9 @@ def of_step(
       (True, 16384, 12.0009765625)
     """
     check_function(step, "of_step")
-    roles.check_classes(classes)
+    given_classes = arguments.mapping(classes, "classes", "arguments to what they are")
+    for name, value in given_classes.items():
+        arguments.one_of(value, f"the class of the argument {name!r}", roles.CLASSES)
     donated = arguments.positions(donate_argnums, "donate_argnums", least=0)
     limit = None if fits is None else parse_bytes(fits)
     target = None if device is None else targets.find(device)
@@ -228,7 +230,7 @@ def of_step(
                 "Return what it computes, such as the new parameters and the loss, or "
                 "pass nnx.jit(step) if it updates nnx modules in place."
             )
-        names = roles.classes_of_leaves(step, *given, built.result, classes)
+        names = roles.classes_of_leaves(step, *given, built.result, given_classes)
         arrays = [_of_jax(x) for x in jax.tree.leaves(given) if trees.is_array(x)]
         sizes = [dtypes.packed(program.shard_bytes(x), x.dtype) for x in arrays]
         held = {(x.shape, x.dtype): n for x, n in zip(arrays, sizes, strict=True)}
