@@ -127,7 +127,6 @@ def nnx_class(name: str) -> Any:
 
 
 def is_nnx_module(x: object) -> bool:
-    """Return whether this is an nnx module; False if flax.nnx is not loaded."""
     return isinstance(x, nnx_class("Module"))
 
 
@@ -219,12 +218,10 @@ def is_tracing() -> bool:
 def is_differentiating() -> bool:
     """Return whether a derivative is taken of what is traced into a program (`jit`)."""
     trace, has_derivative = core_private.trace_ctx.trace, False
-    while trace is not None:
-        if isinstance(trace, partial_eval_private.DynamicJaxprTrace):
-            return has_derivative
+    while not isinstance(trace, partial_eval_private.DynamicJaxprTrace | None):
         has_derivative |= isinstance(trace, JVPTrace | LinearizeTrace)
         trace = getattr(trace, "parent_trace", None)
-    return False
+    return has_derivative and trace is not None
 
 
 # --- compilers --------------------------------------------------------------------
@@ -325,9 +322,7 @@ def match_jaxpr_type(
 
     If that one is open (as in remat), these are the constants of the closed jaxpr.
     """
-    if isinstance(old, ClosedJaxpr):
-        return closed, ()
-    return _consts_as_inputs(closed)
+    return (closed, ()) if isinstance(old, ClosedJaxpr) else _consts_as_inputs(closed)
 
 
 def _consts_as_inputs(closed: ClosedJaxpr) -> tuple[Jaxpr, tuple[Array, ...]]:
@@ -337,7 +332,6 @@ def _consts_as_inputs(closed: ClosedJaxpr) -> tuple[Jaxpr, tuple[Array, ...]]:
 
 
 def is_literal(var: Var | Literal) -> "TypeIs[Literal]":
-    """Return whether an operand is a `Literal`, a constant in the jaxpr."""
     return isinstance(var, Literal)
 
 
@@ -346,8 +340,7 @@ def aval_of(var: Var | Literal) -> ShapedArray:
     return var.aval  # pyright: ignore[reportReturnType] - what all avals have is typed
 
 
-def is_ref(aval: object) -> bool:
-    """Return whether this is the type of a `jax.Ref`, which has a dtype, too."""
+def is_ref(aval: object) -> bool:  # it has a dtype, too
     return isinstance(aval, AbstractRef)
 
 
@@ -393,7 +386,6 @@ def evaluate(dimension: Dimension, value: int) -> int:
 
 
 def jaxprs_of(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return the open jaxprs in the parameters of an equation."""
     return list(jaxprs_in_params(eqn.params))
 
 
@@ -410,16 +402,6 @@ def with_eqns(jaxpr: AnyJaxpr, eqns: Iterable[JaxprEqn]) -> AnyJaxpr:
 def default_precision() -> object:
     """Return the precision that JAX gives products now, None if no default is set."""
     return lax_private.canonicalize_precision(None)
-
-
-def eqn_contexts(eqn: JaxprEqn) -> tuple[Context, Context]:
-    """Return the two contexts that JAX enters to evaluate an equation of a jaxpr."""
-    return source_context(eqn.source_info), eqn.ctx.manager
-
-
-def mesh_of(eqn: JaxprEqn) -> jax.sharding.AbstractMesh:
-    """Return the mesh in which an equation of a jaxpr was made; it may be empty."""
-    return eqn.ctx.cur_abstract_mesh
 
 
 def source_context(info: SourceInfo) -> Context:
@@ -458,10 +440,8 @@ def rebuild_custom_derivative(
     """
     params = eqn.primitive.get_bind_params(eqn.params)
     subfuns = tuple(
-        linear_util.wrap_init(
-            wrap(subfun.call_wrapped, role), debug_info=subfun.debug_info
-        )
-        for role, subfun in enumerate(params.pop("subfuns"))
+        linear_util.wrap_init(wrap(fun.call_wrapped, role), debug_info=fun.debug_info)
+        for role, fun in enumerate(params.pop("subfuns"))
     )
     return eqn.primitive.bind(*args, subfuns=subfuns, **params)
 

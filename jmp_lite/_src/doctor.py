@@ -115,22 +115,17 @@ def diagnose(
     rates = measure_rates(seconds, on_progress)
     ratios = {r.dtype: r.over_float32 for r in rates if r.over_float32 is not None}
     policy, reasons = recommend(devices[0], ratios)
-    return Diagnosis(
-        versions=compat.versions(),
-        devices=tuple(
-            f"{n} × {name}" for name, n in Counter(map(_name, devices)).items()
-        ),
-        rates=rates,
-        policy=policy,
-        findings=(
-            *reasons,
-            *fp8_findings(devices[0], ratios),
-            *(f"{r.dtype} does not compile: {r.error}" for r in rates if r.error),
-            float32_finding(),
-            *find_missing({d.platform for d in devices}, _DRIVER),
-            *find_miscompiled(),
-        ),
+    counts = Counter(map(_name, devices))
+    findings = (
+        *reasons,
+        *fp8_findings(devices[0], ratios),
+        *(f"{r.dtype} does not compile: {r.error}" for r in rates if r.error),
+        float32_finding(),
+        *find_missing({d.platform for d in devices}, _DRIVER),
+        *find_miscompiled(),
     )
+    named = tuple(f"{n} × {name}" for name, n in counts.items())
+    return Diagnosis(compat.versions(), named, rates, policy, findings)
 
 
 def _name(device: Device) -> str:
@@ -243,12 +238,12 @@ def measure_rates(
     start = time.perf_counter()
 
     def share_used() -> float:
-        return (time.perf_counter() - start) / seconds
+        return min((time.perf_counter() - start) / seconds, 1.0)
 
     size, *sizes = _SIZES.get(jax.local_devices()[0].platform, _SIZES["gpu"])
     runs, errors = _compile_products(size)
     for larger in sizes:
-        on_progress(min(share_used(), 1.0))
+        on_progress(share_used())
         # Compiling larger products and a few rounds of them must fit in the time.
         one_round = sum(_time(run) for run in runs.values()) / seconds
         if 2 * share_used() + _FEWEST_ROUNDS * one_round * (larger / size) ** 3 >= 1:
@@ -257,11 +252,11 @@ def measure_rates(
         runs, errors = _compile_products(size)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for index in range(_MOST_ROUNDS):
-        if index >= _FEWEST_ROUNDS and share_used() > 1:
+        if index >= _FEWEST_ROUNDS and share_used() == 1:
             break
         for name, run in runs.items():
             times[name].append(_time(run))
-        on_progress(min(share_used(), 1.0))
+        on_progress(share_used())
     on_progress(1.0)
     of_float32 = times.get("float32", [])
     rates = []

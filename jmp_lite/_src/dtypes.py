@@ -49,7 +49,6 @@ def is_of_jax(dtype: np.dtype) -> bool:
 
 
 def is_half(dtype: DTypeLike | None) -> bool:
-    """Return whether this dtype is float16 or bfloat16."""
     return dtype in _HALF
 
 
@@ -99,7 +98,6 @@ def parse_dtype(value: DTypeLike | None) -> DTypeLike:
 
 
 def known_names() -> str:
-    """Return the accepted dtype names as text for error messages."""
     names = [name for names in DTYPE_NAMES.values() for name in names]
     return "one of " + ", ".join(["half", *names])
 
@@ -208,8 +206,7 @@ def _slow_on_cpu(name: str, kind: str) -> str:
 
 
 def _too_old(kind: str, capability: tuple[int, int], what: str) -> str:
-    major, minor = capability
-    return f"{kind} has compute capability {major}.{minor}; {what}"
+    return f"{kind} has compute capability {capability[0]}.{capability[1]}; {what}"
 
 
 def slow_fp8_reason(device: Device = None) -> str | None:

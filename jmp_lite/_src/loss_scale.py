@@ -106,7 +106,6 @@ class StaticLossScale(metaclass=compat.FlaxSerializable):
 
 
 def _static(default: T) -> T:
-    """Return a field of a dataclass that is part of the tree structure."""
     return dataclasses.field(default=default, metadata={"static": True})
 
 

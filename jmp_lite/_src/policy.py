@@ -307,11 +307,9 @@ class PolicyMap:
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "PolicyMap":
         """Return this map with another output dtype in every policy."""
-        rules = [
-            (p, policy.with_output_dtype(output_dtype)) for p, policy in self.rules
-        ]
         default = self.default.with_output_dtype(output_dtype)
-        return dataclasses.replace(self, default=default, rules=tuple(rules))
+        rules = [(p, x.with_output_dtype(output_dtype)) for p, x in self.rules]
+        return dataclasses.replace(self, default=default, rules=rules)
 
     def at(self, path: str) -> Policy:
         """Return the policy of a key path.
@@ -504,10 +502,7 @@ def applies(pattern: str, path: str) -> bool:
 
 
 def first_match(patterns: Iterable[str], path: str) -> int | None:
-    for i, pattern in enumerate(patterns):
-        if applies(pattern, path):
-            return i
-    return None
+    return next((i for i, p in enumerate(patterns) if applies(p, path)), None)
 
 
 def check_patterns(

@@ -70,8 +70,7 @@ def short_dtype(dtype: object) -> str:
     return str(dtype).replace("float", "f").replace("uint", "u").replace("int", "i")
 
 
-def short_line(line: str) -> str:
-    """Return `file:line` without the folders of the file."""
+def short_line(line: str) -> str:  # file:line, without the folders of the file
     return line.rpartition("/")[2]
 
 
@@ -162,14 +161,12 @@ class Table:
 
     def to_text(self) -> str:
         """Return it as at most 40 lines of plain text."""
-        caption, lines = wrapped(self.caption), []
-        count = min(len(self.rows), LINES - 5)
-        while count:
-            shown = self.rows[:count]
-            lines = self._lines(shown)
-            if count == 1 or len(lines) <= LINES - 2 - len(caption):
+        caption, lines, count = wrapped(self.caption), [], 0
+        # What is wrapped takes more lines than rows.
+        for count in range(min(len(self.rows), LINES - 5), 0, -1):
+            lines = self._lines(self.rows[:count])
+            if len(lines) <= LINES - 2 - len(caption):
                 break
-            count -= 1  # what is wrapped takes more lines than rows
         if more := len(self.rows) - count:
             lines.append(f"and {more} more rows: .table(every=True)")
         return "\n".join(filter(None, [self.title, *lines, *caption]))

@@ -69,7 +69,6 @@ def is_number(x: Leaf) -> bool:
 
 
 def is_castable(x: Leaf) -> bool:
-    """Return whether a leaf is an array of bf16, f16, f32 or f64."""
     return is_array(x) and dtypes.is_castable(x.dtype)
 
 
@@ -141,15 +140,27 @@ def cast_at_least_float32(tree: T) -> T:
     """Cast the half-precision arrays of a tree to float32; float64 is unchanged."""
 
     def cast(x: Leaf) -> Leaf:
-        is_half = is_array(x) and dtypes.is_half(x.dtype)
-        return _cast(x, jnp.float32) if is_half else x
+        return _cast(x, jnp.float32) if is_array(x) and dtypes.is_half(x.dtype) else x
 
     return jax.tree.map(cast, tree)
 
 
 def multiply(tree: T, factor: ArrayLike) -> T:
     """Multiply the inexact leaves of a tree by a scalar, half ones in float32."""
-    return jax.tree.map(lambda x: _multiply(x, factor), tree)
+
+    def scaled(x: Leaf) -> Leaf:
+        if not is_inexact(x):
+            return x
+        if not is_array(with_value(x)):
+            # A Python number has no dtype yet: it becomes float32.
+            x = jnp.asarray(x, jnp.complex64 if isinstance(x, complex) else jnp.float32)
+        x = cast_at_least_float32(x)
+        by = jnp.asarray(factor, jnp.finfo(x.dtype).dtype)
+        if jnp.iscomplexobj(x):  # of an inf times 0, a complex product is NaN
+            return jax.lax.complex(x.real * by, x.imag * by)
+        return x * by
+
+    return jax.tree.map(scaled, tree)
 
 
 def all_finite(tree: PyTree) -> jax.Array:
@@ -336,19 +347,6 @@ def _whole(x: Leaf) -> Leaf:
 
     with jax.transfer_guard_device_to_host("allow"):
         return multihost_utils.process_allgather(x, tiled=True)
-
-
-def _multiply(x: Leaf, factor: ArrayLike) -> Leaf:
-    if not is_inexact(x):
-        return x
-    if not is_array(with_value(x)):
-        # A Python number has no dtype yet: it becomes float32.
-        x = jnp.asarray(x, jnp.complex64 if isinstance(x, complex) else jnp.float32)
-    x = cast_at_least_float32(x)
-    factor = jnp.asarray(factor, jnp.finfo(x.dtype).dtype)
-    if jnp.iscomplexobj(x):  # of an inf times 0, a complex product is NaN
-        return jax.lax.complex(x.real * factor, x.imag * factor)
-    return x * factor
 
 
 def _cast(x: Leaf, dtype: DTypeLike) -> Leaf:
