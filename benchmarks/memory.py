@@ -6,12 +6,9 @@ r"""Where the memory of training goes, and what each way to save it costs.
 
 in the environment of programs-requirements.txt, which `make programs` makes.
 Compiles one train step of a transformer for each way to store parameters and optimiser
-state (common/storage.py), with layers computed again in the backward pass or not, for a
-device that need not be there. Bytes of parameters and optimiser state are those of the
-arrays; the peak is what XLA's program takes. Nothing is run.
-
-Tables and figures have the validation loss beside it, which a small transformer reaches
-with each choice in benchmarks.storage_accuracy.
+state (common/storage.py), with layers computed again in the backward pass or not.
+Nothing is run. Bytes of parameters and optimiser state are those of the arrays; the
+peak is what XLA's program takes.
 """
 
 from collections.abc import Iterator

@@ -4,10 +4,8 @@
     python -m benchmarks.storage_accuracy --seeds 1 --steps 50
 
 Trains the transformer and the digits' MLP of the examples, plain float32 code under
-autocast, once for each way to store parameters and optimiser state of
-common/storage.py. Every run of a seed starts from the same parameters and sees the same
-batches. Nearly all parameters are in leaves of 4096 numbers or more, those whose state
-`low_precision_state` compresses.
+autocast, in each of the ways of common/storage.py. Nearly all parameters are in leaves
+of 4096 numbers or more, those whose state `low_precision_state` compresses.
 """
 
 from examples.common import requirements  # noqa: F401 - first: what to install

@@ -120,9 +120,7 @@ def _of_families() -> Limits:
 
 
 _SCALED = Step("transformer", "float16", BY_HAND, scaled=True)
-# Gradients of weights in float32, beside rounded ones. On one device they cost next to
-# nothing: at size ci the figures are the same. On four they are sent in float32. At
-# size ci, XLA also gathers the gradient of the embedding table, which is then float32.
+# Gradients of weights in float32, beside rounded ones: README.md has what they cost.
 _FLOAT32_GRADIENTS, _PARALLEL, _SHARDED = (
     Step("transformer", "bfloat16", REDUCE_FLOAT32, layout=layout)
     for layout in ("one device", "data parallel", "FSDP")
@@ -160,9 +158,7 @@ _OF_GPUS: Limits = {
         "kernels": Limit(1.0, per_leaf=2, plus=4),
     },
 }
-# Beside bfloat16, each operand is read once more for its largest magnitude and once
-# more to be rounded. The backward pass keeps operands of half the size, but the
-# gradients of parameters are float32, which the large weights of the MLP show.
+# Beside bfloat16: README.md has why fp8 moves more bytes, and the MLP needs more room.
 _FP8, _MLP_FP8 = (Step(x, "fp8", GRAD_AUTOCAST) for x in ("transformer", "mlp"))
 _SHARDED_FP8 = dataclasses.replace(_FP8, layout="FSDP")
 _OF_FP8: Limits = {
@@ -292,9 +288,8 @@ def _activations_in_half(device: str, size: str, step: Step) -> float:
 
     At size "full" with FSDP, each device looks rows up in its quarter of the embedding
     table; a row is the sum of one and of zeros. If the head is tied to the table, each
-    multiplies by its quarter, too, so they sum the gradient of what the head reads. It
-    is no gradient of a parameter. An all-reduce, as a TPU has it, leaves all of it on
-    each device.
+    multiplies by its quarter, too, so they sum the gradient of what the head reads. An
+    all-reduce, as a TPU has it, leaves all of it on each device.
     """
     if size != "full" or step.layout != "FSDP":
         return 0
