@@ -404,6 +404,16 @@ def default_precision() -> object:
     return lax_private.canonicalize_precision(None)
 
 
+def eqn_contexts(eqn: JaxprEqn) -> tuple[Context, Context]:
+    """Return the two contexts that JAX enters to evaluate an equation of a jaxpr."""
+    return source_context(eqn.source_info), eqn.ctx.manager
+
+
+def mesh_of(eqn: JaxprEqn) -> jax.sharding.AbstractMesh:
+    """Return the mesh in which an equation of a jaxpr was made; it may be empty."""
+    return eqn.ctx.cur_abstract_mesh
+
+
 def source_context(info: SourceInfo) -> Context:
     """Return the context of a source line, and of a name stack inside of this one."""
     stack = source_info_util_private.current_name_stack() + info.name_stack

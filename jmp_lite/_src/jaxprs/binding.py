@@ -37,13 +37,14 @@ def bind_here(eqn: Eqn, args: Iterable[Any], params: Params | None = None) -> li
 
 def call(eqn: Eqn, fun: Callable[..., R], *args: object) -> R:
     """Call a function in the name scope and source line of an equation."""
-    with compat.source_context(eqn.source_info), eqn.ctx.manager:
+    user_context, manager = compat.eqn_contexts(eqn)
+    with user_context, manager:
         return fun(*args)
 
 
 def in_mesh(eqn: Eqn, fun: Callable[..., R], *args: object) -> R:
     """Call a function in the mesh of an equation, with the types of its axes there."""
-    return _in_mesh(eqn.ctx.cur_abstract_mesh, fun, *args)
+    return _in_mesh(compat.mesh_of(eqn), fun, *args)
 
 
 def in_mesh_of(x: Array, fun: Callable[..., R], *args: object) -> R:
