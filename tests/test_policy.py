@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import bitwise
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jmp_lite import (
+    DynamicLossScale,
     Policy,
     PolicyMap,
     autocast,
@@ -23,6 +25,7 @@ from jmp_lite import (
     get_policy,
     half_dtype,
     low_precision_state,
+    scale_aware,
 )
 from jmp_lite.linen import with_policy as linen_policy
 from jmp_lite.nnx import with_policy as nnx_policy
@@ -382,6 +385,28 @@ def test_explain_needs_no_arrays_and_leaves_out_what_has_no_dtype():
     explained = PolicyMap("mixed_float16").explain(tree)
     assert list(explained) == ["key", "shape", "text"]
     assert explained["shape"] == jnp.float16
+
+
+@pytest.mark.parametrize("policy", [get_policy("float16"), PolicyMap("float16")])
+def test_loss_scales_and_moments_in_8_bits_keep_their_dtypes(policy):
+    """A scale above 65504 became inf in float16, one in bfloat16 recompiled a step."""
+    inner = low_precision_state(optax.sgd(0.1, momentum=0.9), "8bit", min_size=1)
+    tx, params = scale_aware(inner, DynamicLossScale(2.0**17)), {"w": jnp.ones((1, 32))}
+    state = {"opt_state": tx.init(params), "params": params}
+    for cast in (policy.cast_to_param, policy.cast_to_compute, policy.cast_to_output):
+        half = cast(state)
+        assert half["params"]["w"].dtype == jnp.float16
+        bitwise.assert_same(half["opt_state"], state["opt_state"])
+    if isinstance(policy, PolicyMap):
+        assert {
+            path: dtype.name
+            for path, dtype in policy.explain(state).items()
+            if jnp.issubdtype(dtype, jnp.floating)
+        } == {
+            "opt_state/inner_state/inner_state/0/trace/w/scales": "float32",
+            "opt_state/loss_scale/loss_scale": "float32",
+            "params/w": "float16",
+        }
 
 
 def test_with_output_dtype_reaches_every_policy_and_at_gives_that_of_a_path():

@@ -340,15 +340,16 @@ class PolicyMap:
           ValueError: the role is unknown; a pattern sets the policy of no leaf.
         """
         arguments.one_of(role, "role", ("param", "compute", "output"))
-        role = f"{role}_dtype"
-        paths = trees.key_paths(tree)
-        fitted = self.fitted(paths)
-        fitted.check_unused(paths)
+
+        def without_numbers(x):
+            is_cast = trees.is_castable(x)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_cast else x
+
+        shapes = jax.tree.map(without_numbers, tree)
+        cast = jax.tree.leaves(self._cast(shapes, f"{role}_dtype"))
         return {
-            path: jnp.dtype(getattr(fitted.at(path), role))
-            if trees.is_castable(x)
-            else x.dtype
-            for path, x in zip(paths, jax.tree.leaves(tree), strict=True)
+            path: x.dtype
+            for path, x in zip(trees.key_paths(tree), cast, strict=True)
             if trees.is_array(x) or isinstance(x, np.ndarray)
         }
 
@@ -422,6 +423,7 @@ class PolicyMap:
                 x, getattr(fitted.at(trees.key_path(path)), role)
             ),
             tree,
+            is_leaf=trees.is_of_own_dtypes,
         )
 
 

@@ -28,6 +28,13 @@ KeyPath: TypeAlias = tuple[Any, ...]
 Kinds: TypeAlias = type | types.UnionType | tuple[type, ...]
 
 
+class OfOwnDtypes:
+    """A node whose arrays keep their dtypes in a cast of the tree that it is in.
+
+    Those of a loss scale, or of moments in 8 bits, are no matter of a policy.
+    """
+
+
 def register_dataclass(cls: type[T]) -> type[T]:
     """Register a dataclass as a pytree whose unflatten does not run `__init__`.
 
@@ -95,9 +102,9 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
       dtype: the floating dtype to cast bf16, f16, f32 and f64 arrays to, or its name.
 
     Returns:
-      The tree with those arrays cast. Arrays that already have the dtype and all other
-      leaves (integers, bools, complex, fp8, keys, `float0`, Python scalars, objects)
-      are returned unchanged.
+      The tree with those arrays cast. Arrays that already have the dtype, loss scales,
+      optimiser states in low precision and all other leaves (integers, bools, complex,
+      fp8, keys, `float0`, Python scalars, objects) are returned unchanged.
 
     Raises:
       ValueError: the dtype is not floating, or its name is unknown.
@@ -109,7 +116,11 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
       {'step': 'int32', 'w': 'float16'}
     """
     dtype = dtypes.parse_dtype(dtype)
-    return jax.tree.map(lambda x: _cast(x, dtype), tree)
+    return jax.tree.map(lambda x: _cast(x, dtype), tree, is_leaf=is_of_own_dtypes)
+
+
+def is_of_own_dtypes(x: PyTree) -> bool:
+    return isinstance(x, OfOwnDtypes)
 
 
 def cast_like(tree: T, like: PyTree) -> T:

@@ -43,7 +43,7 @@ _CENTERED = "ScaleByRStdDev"
 
 @trees.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LowPrecisionArray(metaclass=compat.FlaxSerializable):
+class LowPrecisionArray(trees.OfOwnDtypes, metaclass=compat.FlaxSerializable):
     """A float32 array `[..., n]` in low precision: a leaf of an optimiser state.
 
     Args:
