@@ -294,6 +294,35 @@ def test_a_filter_may_be_a_list():
     assert (one, hash(one)) == (other, hash(other))
 
 
+@pytest.mark.parametrize("names", ["rng", ("batch_stats", nnx.RngState)])
+def test_a_name_of_a_field_of_linen_is_told(names):
+    """A string is a tag: it selected nothing, and said nothing."""
+    with pytest.warns(UserWarning, match=r"(rng|batch_stats)' selects nothing.*BatchS"):
+        create(update_on_skip=names)
+
+
+@pytest.mark.parametrize("kind", [nnx.Rngs, (nnx.RngState, nnx.BatchNorm)])
+def test_a_filter_by_the_class_of_a_module_is_an_error(kind):
+    with pytest.raises(TypeError, match=r"an nnx filter .*: a type of variables, such"):
+        create(update_on_skip=kind)
+
+
+@pytest.mark.parametrize(
+    "model", [Nnx.make_model(), nnx.Linear(2, 2, rngs=nnx.Rngs(0))]
+)
+def test_a_filter_of_what_a_model_has_not_is_right(model):
+    """One recipe is for models with and without random streams."""
+    for right in (
+        nnx.RngState,
+        nnx.BatchStat,
+        "dropout",
+        ["dropout", None],
+        ...,
+        False,
+    ):
+        create(model=model, update_on_skip=right)
+
+
 def test_a_call_of_the_model_changes_no_state():
     """Not even where nothing is traced."""
     state = create()

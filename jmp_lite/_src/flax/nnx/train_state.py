@@ -1,6 +1,7 @@
 """A train state for nnx that a skipped step leaves bitwise unchanged."""
 
 import dataclasses
+import warnings
 from typing import Any, Self
 
 import jax
@@ -88,18 +89,16 @@ class TrainState:
             `update_on_skip` is not a filter.
           ValueError: parameters or batch statistics are not finite; `ema_decay` is not
             in (0, 1).
+
+        Warns:
+          UserWarning: `update_on_skip` is the name of a field, as linen's is.
         """
         if not isinstance(model, nnx.Module):
             raise module_policies.not_a_module("an nnx", model)
-        try:
-            nnx.filterlib.to_predicate(update_on_skip)
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"Expected an nnx filter for update_on_skip, got {update_on_skip!r}."
-            ) from None
+        graphdef, params, other_state = nnx.split(model, nnx.Param, ...)
+        _check_filter(update_on_skip, other_state)
         if isinstance(update_on_skip, list):  # static fields must be hashable
             update_on_skip = tuple(update_on_skip)
-        graphdef, params, other_state = nnx.split(model, nnx.Param, ...)
         batch_stats = nnx.filter_state(other_state, nnx.BatchStat)
         ema = train_step.start(tx, params, batch_stats, ema_decay)
         # A step may donate the state: copy the arrays of the model.
@@ -176,3 +175,25 @@ class TrainState:
             statistics = nnx.filter_state(self.other_state, nnx.BatchStat)
             train_step.warn_of_old_statistics(statistics, "other_state")
         return dataclasses.replace(self, **fields)
+
+
+def _check_filter(update_on_skip: Any, other_state: nnx.State[Any, Any]) -> None:
+    """Raise unless this is a filter of variables, and warn if it is linen's."""
+    parts = jax.tree.leaves(update_on_skip)
+    try:
+        nnx.filterlib.to_predicate(update_on_skip)
+        if any(isinstance(x, type) and issubclass(x, nnx.Pytree) for x in parts):
+            raise TypeError  # a class of modules, or nnx.Rngs: no variable is one
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"Expected an nnx filter for update_on_skip, got {update_on_skip!r}: a "
+            "type of variables, such as nnx.RngState."
+        ) from None
+    for x in parts:
+        is_field = isinstance(x, str) and x in ("rng", "batch_stats")
+        if is_field and not jax.tree.leaves(nnx.filter_state(other_state, x)):
+            warnings.warn(
+                f"update_on_skip={x!r} selects nothing: to nnx, a string is the tag "
+                "of a random stream. Pass types: nnx.RngState, nnx.BatchStat.",
+                stacklevel=3,
+            )
