@@ -2,8 +2,7 @@
 
 Orbax stores a flat dict of arrays in zarr format. tensorstore, which Orbax is built on,
 opens an array before it allocates memory for its numbers: so the shape and the dtype
-are compared with the record first. Of an array that spans processes, each process
-writes and reads its own shards.
+are compared with the record first.
 """
 
 import logging
@@ -79,8 +78,10 @@ class Store:
 
     def read(
         self, path: str, leaf: LeafSpec, target: object
-    ) -> np.ndarray | Callable[[], jax.Array]:
+    ) -> np.ndarray | Callable[[], jax.Array] | None:
         """Read an array; return a function that reads one that spans processes."""
+        if leaf.kind in ("object", "text"):
+            return None
         shape, dtypes = stored_as(leaf, target)
         if not leaf.is_stored:
             return np.zeros(shape, dtypes[0])  # without elements

@@ -22,9 +22,7 @@ _COMMIT = "commit_success.txt"
 _NAME = re.compile(r"(replaced_)?(0|[1-9][0-9]*)")
 
 
-def resolve_folder(
-    folder: str | os.PathLike[str], *, to_save: bool = False
-) -> epath.Path:
+def resolve_folder(folder: str | os.PathLike[str], to_save: bool = False) -> epath.Path:
     """Return the absolute path or URL of a folder; `~` is the home folder."""
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(

@@ -72,6 +72,9 @@ class LeafSpec:
         return self.kind not in ("object", "text") and 0 not in self.shape
 
 
+Specs = dict[str, LeafSpec]  # by key path
+
+
 def describe(x: Any) -> LeafSpec:
     """Return the spec of a leaf: an array, `ShapeDtypeStruct` or donated array."""
     if isinstance(x, bytes):  # before arrays: np.str_ and np.bytes_ are both
@@ -93,16 +96,12 @@ def flatten(tree: object) -> tuple[dict[str, Any], Any]:
     leaves, structure = jax.tree.flatten_with_path(tree)
     paths = [trees.key_path(path) for path, _ in leaves]
     if len(set(paths)) < len(paths):
-        twice = sorted({path for path in paths if paths.count(path) > 1})
-        raise ValueError(
-            f"Several leaves have the path {summarize(twice)}: rename one."
-        )
+        same = sorted({path for path in paths if paths.count(path) > 1})
+        raise ValueError(f"Several leaves have the path {summarize(same)}: rename one.")
     return dict(zip(paths, (leaf for _, leaf in leaves), strict=True)), structure
 
 
-def check_compatible(
-    saved: dict[str, LeafSpec], wanted: dict[str, LeafSpec], where: str, *, cast: bool
-) -> None:
+def check_compatible(saved: Specs, wanted: Specs, where: str, *, cast: bool) -> None:
     sides = ("the checkpoint", saved, wanted), ("`like`", wanted, saved)
     differ = []
     for side, ours, others in sides:
@@ -118,9 +117,8 @@ def check_compatible(
     fixed = [path for path in unlike if not _is_castable(saved[path], wanted[path])]
     if told := fixed or ([] if cast else unlike):
         pairs = [f"{path} ({saved[path]}, `like` has {wanted[path]})" for path in told]
-        advice = "cast=True casts them."
-        if fixed:
-            advice = "Only floating arrays of the same shape can be cast."
+        only = "Only floating arrays of the same shape can be cast."
+        advice = only if fixed else "cast=True casts them."
         raise ValueError(
             f"{where} does not match `like`: it has {summarize(pairs)}. {advice}"
         )
@@ -157,10 +155,7 @@ def stored_as(leaf: LeafSpec, target: Any) -> tuple[tuple[int, ...], tuple[str, 
 
 
 def decode(array: Any, leaf: LeafSpec, target: Any) -> Any:
-    """Return the value of a saved leaf, that of `target` if it was not saved.
-
-    Any exception means that the leaf is damaged.
-    """
+    """Return the value of a saved leaf; any exception means that it is damaged."""
     if leaf.kind == "key":
         key = jax.random.wrap_key_data(array, impl=leaf.impl)
         if key.dtype != target.dtype:
@@ -190,13 +185,12 @@ def to_target(
         return value, cast
     if isinstance(target, np.generic):
         return value[()], cast
-    if value.dtype != jax.dtypes.canonicalize_dtype(
-        value.dtype, allow_extended_dtype=True
-    ):
+    dtype = value.dtype
+    if dtype != jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True):
         if wanted.kind == "number":
             return value.item(), None
         raise ValueError(
-            f"{where} is {value.dtype}, which JAX has only with jax_enable_x64: pass a "
+            f"{where} is {dtype}, which JAX has only with jax_enable_x64: pass a "
             "NumPy array in `like`."
         )
     value = jax.device_put(value, sharding_of(target))

@@ -1,7 +1,4 @@
-"""The record of a checkpoint: JSON with the spec of each leaf.
-
-It has a checksum of each array that one process can address.
-"""
+"""The record of a checkpoint: JSON with the spec of each leaf."""
 
 import dataclasses
 import json
@@ -15,20 +12,14 @@ from etils import epath
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from jmp_lite._src.checkpoint.leaves import LeafSpec, describe, flatten
+from jmp_lite._src.checkpoint.leaves import LeafSpec, Specs, describe, flatten
 from jmp_lite._src.reports import summarize
 
 _FORMAT = 1
 
 
-def encode(
-    state: object,
-) -> tuple[dict[str, np.ndarray | jax.Array], dict[str, LeafSpec]]:
-    """Return the arrays of a state by key path, and the specs without checksums.
-
-    Arrays that this process can address are of NumPy. Warns of leaves that are not
-    saved, but for functions.
-    """
+def encode(state: object) -> tuple[dict[str, np.ndarray | jax.Array], Specs]:
+    """Return the arrays of a state, NumPy's but for shards, and specs, by key path."""
     arrays, leaves, lost = {}, {}, []
     for path, x in flatten(state)[0].items():
         is_abstract = isinstance(x, jax.ShapeDtypeStruct | Tracer)
@@ -62,9 +53,7 @@ def encode(
     return arrays, leaves
 
 
-def write(
-    path: epath.Path, leaves: dict[str, LeafSpec], checksums: dict[str, int]
-) -> None:
+def write(path: epath.Path, leaves: Specs, checksums: dict[str, int]) -> None:
     specs = {
         name: dataclasses.asdict(leaf) | {"crc32": checksums.get(name)}
         for name, leaf in leaves.items()
@@ -84,7 +73,7 @@ def is_record(path: epath.Path) -> bool:
     return isinstance(record, dict) and {"format", "leaves"} <= record.keys()
 
 
-def read(path: epath.Path) -> dict[str, LeafSpec]:
+def read(path: epath.Path) -> Specs:
     """Return the specs of leaves; any exception means that the record is damaged."""
     record = _load(path)
     if record.pop("crc32") != _crc32(record):

@@ -42,9 +42,6 @@ def save(
     `folder` are neither counted nor removed. Every process of a `jax.distributed`
     program must call this function.
 
-    Only one program can save to a folder at a time. On object stores (`gs://`) and on
-    Windows this is not enforced.
-
     Args:
       folder: the folder for the checkpoints of one run; created if it does not exist;
         `~` is the home folder.
@@ -60,7 +57,8 @@ def save(
         have the same path; a Python int has more than 64 bits; an array is abstract
         or deleted.
       OSError: the checkpoint could not be written, as on a full disk.
-      RuntimeError: another program or thread is saving to the folder.
+      RuntimeError: another program or thread is saving to the folder. Object stores
+        (`gs://`) and Windows are not locked.
 
     Examples:
       >>> import tempfile
@@ -116,9 +114,6 @@ def latest_step(folder: str | os.PathLike[str]) -> int | None:
     Args:
       folder: a folder that `save` writes into; it need not exist.
 
-    Returns:
-      The step, an int, or None.
-
     Raises:
       ValueError: `folder` is invalid, such as a file; it has a link to a step.
 
@@ -168,9 +163,6 @@ def restore(
         from and to the dtypes of `low_precision_state`, rounded to nearest. Use
         `policy.cast_to_param(like)` to set them by path.
 
-    Returns:
-      The state, its step, and the casts.
-
     Raises:
       ValueError: there is no such checkpoint, or it is damaged; `folder` is invalid;
         the structure, a shape or a dtype differs from `like`; a cast would make a
@@ -204,10 +196,9 @@ def restore(
     store = on_disk.Store(path / "state")
 
     def read(name: str, target: Any) -> Any:
-        if name not in saved:
-            return forms.read_counters(name, specs[name], read)
-        is_array = saved[name].kind not in ("object", "text")
-        return store.read(name, saved[name], target) if is_array else None
+        if name in saved:
+            return store.read(name, saved[name], target)
+        return forms.read_counters(name, specs[name], read)
 
     def read_all() -> dict[str, object]:
         with ThreadPoolExecutor() as threads:
@@ -238,9 +229,8 @@ def _read(read: Callable[[], T], root: epath.Path, step: int) -> T:
         return read()
     except Exception as error:  # Orbax and its dependencies raise different errors
         others = sorted(folders.steps(root).keys() - {step})
-        advice = "There are no other steps"
-        if others:
-            advice = f"Pass step= to restore another of {others}"
+        another = f"Pass step= to restore another of {others}"
+        advice = another if others else "There are no other steps"
         reason = _reason(error)
     # Raised here, without the exception of tensorstore.
     raise ValueError(
