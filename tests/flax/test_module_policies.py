@@ -68,7 +68,7 @@ PRECEDENCE = {
 @pytest.mark.parametrize("case", PRECEDENCE)
 def test_which_rule_a_module_has(case):
     (default, rules, classes), expected = PRECEDENCE[case]
-    found = ModulePolicies(PolicyMap(default, rules), classes).resolve(MODULES)
+    found = ModulePolicies(PolicyMap(default, rules), classes).resolve(MODULES, {})
     computes = [jnp.dtype(of.policy.compute_dtype).name for of in found.values()]
     assert computes == expected
 
@@ -77,11 +77,11 @@ def test_a_policy_of_which_no_pattern_is_a_path_warns():
     """As of `numerics.advise`, whose names are autocast's scopes."""
     policy = PolicyMap("mixed_float16", {"Model/encoder": "full"}, allow_unused=True)
     with pytest.warns(UserWarning, match="rules do nothing.*'Model/encoder'"):
-        ModulePolicies(policy).resolve(MODULES)
+        ModulePolicies(policy).resolve(MODULES, {})
     some = PolicyMap("full", {"encoder": "full", "no/such": "full"}, allow_unused=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ModulePolicies(some).resolve(MODULES)
+        ModulePolicies(some).resolve(MODULES, {})
 
 
 def test_a_rule_starts_at_a_module_that_it_matches_if_the_enclosing_one_has_another():
@@ -96,6 +96,6 @@ def test_a_rule_starts_at_a_module_that_it_matches_if_the_enclosing_one_has_anot
         ),
         (PolicyMap("full"), {object: "half"}, [""]),
     ]:
-        found = ModulePolicies(policy, classes).resolve(MODULES)
+        found = ModulePolicies(policy, classes).resolve(MODULES, {})
         assert [path for path, of in found.items() if of.is_rule_start] == expected
     assert all(of.is_named for of in found.values())

@@ -1,7 +1,4 @@
-"""The policy of each module of a model: by its path, its class, or what encloses it.
-
-Shared by the `with_policy` of linen and of nnx; does not import flax.
-"""
+"""The policies of modules: by path, class, or what is around; does not import flax."""
 
 import contextlib
 import dataclasses
@@ -45,12 +42,6 @@ class ModulePolicy:
         """Whether large matrix products of the module are in fp8."""
         return self.kept_dtype is None and self.policy.matmul_dtype == "fp8"
 
-    @property
-    def is_kept_from_half(self) -> bool:
-        """Whether the author's `dtype` keeps the module out of the policy's half."""
-        by_policy, own = jnp.dtype(self.policy.compute_dtype), self.compute_dtype
-        return dtypes.is_half(by_policy) and jnp.dtype(own) != by_policy
-
     def why(self, path: str) -> str:
         """Return what decided the dtypes of the module, which has this path."""
         own = ""
@@ -58,14 +49,14 @@ class ModulePolicy:
             own = f"its own dtype={dtypes.dtype_name(self.own_dtype)}"
             if self.rule is None:
                 return own
-        reason = "the enclosing module" if path else "the default"
-        if self.rule is not None and self.is_named:
-            reason = self.rule
+        around = "the enclosing module" if path else "the default"
+        reason = self.rule if self.rule and self.is_named else around
         return f"{reason}, overriding {own}" if own else reason
 
 
-def own_dtype(dtype: Any) -> DTypeLike | None:
+def own_dtype(module: Any) -> DTypeLike | None:
     """Return the dtype in the field `dtype` of a module, None if it has none."""
+    dtype = getattr(module, "dtype", None)
     try:
         return None if dtype is None else jnp.dtype(dtype).type
     except TypeError:  # a field of that name with another meaning
@@ -74,10 +65,7 @@ def own_dtype(dtype: Any) -> DTypeLike | None:
 
 @dataclasses.dataclass(frozen=True)
 class ModulePolicies:
-    """Policies by path and by class, as `with_policy` takes them.
-
-    Of several patterns the first decides, and of several classes.
-    """
+    """Policies by path and by class, of each of which the first that fits decides."""
 
     policy: Any  # a policy, its string or a map; stored as a `PolicyMap`
     classes: Any = None  # a mapping or None; stored as pairs, which can be hashed
@@ -100,10 +88,6 @@ class ModulePolicies:
                 "jmp_lite.autocast, which has one by path."
             )
 
-    @property
-    def any_fp8(self) -> bool:
-        return any(policy.matmul_dtype == "fp8" for policy in self._all)
-
     def in_float32(self) -> contextlib.AbstractContextManager[None]:
         """Return a context to run a model in whose variables are not cast yet.
 
@@ -115,27 +99,17 @@ class ModulePolicies:
 
     @property
     def reduce_dtype(self) -> DTypeLike | None:
-        """The reduce dtype of the model: that of the default."""
         return self.policy.default.reduce_dtype
 
     @property
-    def _all(self) -> list[Policy]:
-        return [*policies_of(self.policy), *(policy for _, policy in self.classes)]
-
-    @property
     def _halves(self) -> list[Policy]:
-        return [p for p in self._all if dtypes.is_half(jnp.dtype(p.compute_dtype))]
+        every = [*policies_of(self.policy), *(policy for _, policy in self.classes)]
+        return [p for p in every if dtypes.is_half(jnp.dtype(p.compute_dtype))]
 
     def resolve(
-        self,
-        modules: Mapping[str, type],
-        own_dtypes: Mapping[str, DTypeLike | None] | None = None,
+        self, modules: Mapping[str, type], own_dtypes: Mapping[str, DTypeLike | None]
     ) -> dict[str, ModulePolicy]:
-        """Return the policy of each module of a model, in the order of `modules`.
-
-        By its path, which starts with that of the module that encloses it: its class,
-        and the `dtype` that its author set, if any.
-        """
+        """Return the policy of each module by its path, in the order of `modules`."""
         fitted = self.policy.fitted(modules, modules[""].__name__)
         fitted.check_unused(modules)
         patterns = [pattern for pattern, _ in fitted.rules]
@@ -167,18 +141,14 @@ class ModulePolicies:
                 index = None if index == found[outer] else index
             named = self._rule_at(index, modules[path])
             rule, policy = named or (inherited.rule, inherited.policy)
-            is_start = rule != inherited.rule
-            own = own_dtypes.get(path) if own_dtypes else None
+            is_start, own = rule != inherited.rule, own_dtypes.get(path)
             return ModulePolicy(policy, rule, bool(named), is_start, own)
 
         return {path: resolved(path) for path in modules}
 
     def _rule_at(self, index: int | None, module: type) -> tuple[str, Policy] | None:
-        """Return the rule that names a module, and its policy; None if none does.
-
-        `index` is that of the pattern that begins to apply at the path of the module.
-        """
-        if index is not None:
+        """Return the rule that names a module, and its policy; None if none does."""
+        if index is not None:  # a pattern begins to apply at the path of the module
             pattern, policy = self.policy.rules[index]
             return f"path {pattern!r}", policy
         for cls, policy in self.classes:
@@ -215,10 +185,7 @@ def enclosing_module(path: str, modules: Container[str]) -> str | None:
 
 
 def params_by_module(params: PyTree, modules: Container[str]) -> dict[str, list[Any]]:
-    """Return the parameters of each module that has some, without those inside it.
-
-    Key paths start with module paths; leaves that are in no module are left out.
-    """
+    """Return the parameters of each module that has some, without those inside it."""
     found: dict[str, list[PyTree]] = {}
     for path, leaf in jax.tree.leaves_with_path(params):
         owner = enclosing_module(trees.key_path(path), modules)

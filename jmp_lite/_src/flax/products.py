@@ -1,7 +1,4 @@
-"""The warnings of a call that has no matrix product in half, or none in fp8.
-
-Shared by the `with_policy` of linen and of nnx; does not import flax.
-"""
+"""Warnings of calls without products in half, or in fp8; does not import flax."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -21,11 +18,11 @@ def warn(
     resolved: Mapping[str, ModulePolicy],
     trace: Callable[[], ClosedJaxpr | None],
 ) -> None:
-    """Warn if no product of a call is in half, or none in fp8, or fp8 is slow here.
-
-    `trace` returns the jaxpr of the call, None if it has none.
-    """
-    kept = [path for path, module in resolved.items() if module.is_kept_from_half]
+    """Warn if no product of a call is in half, or none in fp8, or fp8 is slow here."""
+    asked = {path: jnp.dtype(of.policy.compute_dtype) for path, of in resolved.items()}
+    halves = {path: dtype for path, dtype in asked.items() if dtypes.is_half(dtype)}
+    # Of which the author's `dtype` is another.
+    kept = [x for x, half in halves.items() if resolved[x].compute_dtype != half]
     any_fp8 = any(module.policy.matmul_dtype == "fp8" for module in resolved.values())
     if not kept and not any_fp8:
         return
@@ -34,10 +31,8 @@ def warn(
     eqns = [] if jaxpr is None else walk(jaxpr)
     found = [eqn for eqn in eqns if eqn.primitive.name in names]
     operands = [compat.aval_of(v).dtype for eqn in found for v in eqn.invars[:2]]
-    computes = {jnp.dtype(of.policy.compute_dtype) for of in resolved.values()}
-    halves = set(filter(dtypes.is_half, computes))
     in_fp8 = any(eqn.primitive.name == fp8.PRIMITIVE for eqn in found)
-    if kept and found and halves.isdisjoint(operands):
+    if kept and found and {*halves.values()}.isdisjoint(operands):
         policy = resolved[""].policy
         text = (
             f"0 of the {len(found)} matrix products of {what} run in "

@@ -1,7 +1,4 @@
-"""One step of a train state: apply all of it, or keep all of the old state.
-
-Shared by `linen.TrainState` and `nnx.TrainState`; does not import flax.
-"""
+"""A step of a train state: all of it, or nothing; does not import flax."""
 
 import warnings
 from typing import Any, TypeGuard, TypeVar
@@ -13,12 +10,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jmp_lite._src import arguments, trees
-from jmp_lite._src.optimizers import base
-from jmp_lite._src.optimizers.scale_aware import (
-    OtherResultsFinite,
-    ScaleAwareState,
-    warn_if_updates_are_lost,
-)
+from jmp_lite._src.optimizers import base, scale_aware
+from jmp_lite._src.optimizers.scale_aware import OtherResultsFinite, ScaleAwareState
 from jmp_lite._src.reports import summarize
 from jmp_lite._src.trees import PyTree
 
@@ -31,7 +24,6 @@ def next_fields(
     *,
     value: ArrayLike | None,
     new: dict[str, PyTree],
-    old: dict[str, PyTree],
     params: optax.Params,
     ema: PyTree,
 ) -> tuple[dict[str, PyTree], jax.Array]:
@@ -39,8 +31,9 @@ def next_fields(
 
     `params` and `ema` are what the optimiser updates, and its average. A step is
     skipped as `TrainState` documents it; an element of the `new` fields that was
-    infinite in the `old` ones, as in a mask, does not skip it.
+    infinite before, as in a mask, does not skip it.
     """
+    old = {name: getattr(state, name) for name in new}
     others_finite = _all_still_finite(new, old)
     extra = {} if value is None else {"value": value}
 
@@ -81,11 +74,9 @@ def next_fields(
         wide = trees.cast_at_least_float32(new_params)
         new_ema = optax.incremental_update(wide, ema, 1 - state.ema_decay)
     step = optax.safe_increment(state.step)
-    fields = trees.select_tree(
-        finite,
-        {"step": step, "params": new_params, "ema": new_ema} | new,
-        {"step": state.step, "params": params, "ema": ema} | old,
-    )
+    new = {"step": step, "params": new_params, "ema": new_ema} | new
+    old = {"step": state.step, "params": params, "ema": ema} | old
+    fields = trees.select_tree(finite, new, old)
     fields["opt_state"] = jax.tree.map(
         select, opt_state, state.opt_state, is_leaf=_is_scale_aware
     )
@@ -97,16 +88,14 @@ def updated_on_skip(new: PyTree, old: PyTree) -> PyTree:
     return trees.select_tree(trees.all_finite(new), new, old)
 
 
-def start(
-    tx: object, params: optax.Params, batch_stats: PyTree, decay: float | None
-) -> PyTree:
+def start(tx: object, params: PyTree, stats: PyTree, decay: float | None) -> PyTree:
     """Check what a train state begins with; return its first average, None if none."""
     base.as_transformation(tx)
     if not hasattr(params, "__contains__"):  # flax asks whether they have fp8
         raise TypeError(arguments.wrong("params", "a tree of arrays", params))
     base.check_leaves(params)
     _check_finite(params, "parameters")
-    _check_finite(batch_stats, "batch statistics")
+    _check_finite(stats, "batch statistics")
     if decay is None:
         return None
     arguments.number(decay, "ema_decay", "between 0 and 1", lambda x: 0 < x < 1)
@@ -117,7 +106,7 @@ def start(
 def first(state: S) -> S:
     """Return a new state as the next ones will be, and warn if updates are lost."""
     if not trees.find(state.opt_state, ScaleAwareState):  # which warns by itself
-        warn_if_updates_are_lost(state.params, state.opt_state)
+        scale_aware.warn_if_updates_are_lost(state.params, state.opt_state)
     # In the types of the next state, so that a step compiles once.
     state = jax.tree.map(base.strongly_typed, state)
     # A step may donate the state, and a buffer can be donated only once.

@@ -121,9 +121,6 @@ class PolicyModule:
         compute dtype of the default policy is half, but no matrix product runs in it
         because the author of the model set a `dtype` on its modules; if the policy has
         fp8, but no matrix product is in it; and if fp8 is slow on this device.
-
-        Raises:
-          ValueError: a pattern or class of the policies matches no module.
         """
         run = _Run(self.policies)
         kwargs["method"] = run.flagged(kwargs.get("method"))
@@ -141,8 +138,8 @@ class PolicyModule:
             return trace(lambda v: call(v, args, kwargs), (variables,)).closed
 
         products.warn(type(self.module).__name__, run.resolved, traced)
-        reduce_dtype = self.policies.reduce_dtype
-        return sums_in_float32(call, reduce_dtype)(variables, args, kwargs)
+        call = sums_in_float32(call, self.policies.reduce_dtype)
+        return call(variables, args, kwargs)
 
     def explain(self, variables: PyTree, *args: Any, **kwargs: Any) -> Explanation:
         """Return the dtypes of each module under the policies, in the order of calls.
@@ -155,7 +152,11 @@ class PolicyModule:
         apply = self.module.apply
         run.collect(lambda v: apply(v, *args, **kwargs), variables)
         trace(lambda v: run(apply, run.cast(v), *args, **kwargs), (variables,))
-        return run.explain(variables)
+        in_fp8 = [path for path in run.large if run.resolved[path].is_fp8]
+        params = variables.get("params", {})
+        return module_policies.explain(
+            run.modules, run.resolved, params, run.outputs, in_fp8
+        )
 
     def _init(self, init: Callable[..., Any], *args: Any, **kwargs: Any) -> PyTree:
         run = _Run(self.policies)
@@ -174,8 +175,7 @@ def _with_dtypes_of(given: PyTree, cast: PyTree, updated: PyTree) -> PyTree:
         if path not in given:
             return leaf
         # A variable that the model did not change keeps its bits, not rounded ones.
-        unchanged = leaf is cast[path]
-        return given[path] if unchanged else trees.cast_like(leaf, given[path])
+        return given[path] if leaf is cast[path] else trees.cast_like(leaf, given[path])
 
     return jax.tree.map_with_path(restore, updated)
 
@@ -190,20 +190,21 @@ class _Run:
 
     def __init__(self, policies: ModulePolicies, always_trace: bool = False):
         self.policies = policies
-        # By the path of each module that was called: its class, its policy.
+        # By the path of each module that was called: its class, its policy, the dtypes
+        # of its outputs, each once.
         self.modules: dict[str, type] = {}
         self.resolved: dict[str, ModulePolicy] = {}
+        self.outputs: dict[str, dict[str, None]] = {}
         self._run_flag = uuid.uuid4().hex if always_trace else hash(policies)
         self._flag: str | int = ""  # that of the run in progress
         self._own_dtypes: dict[str, DTypeLike | None] = {}
-        self._outputs: dict[str, dict[str, None]] = {}  # its dtypes, each once
         # Modules whose parameters `cast` has cast.
         self._cast_owners: set[str] = set()
         # Layers whose parameters a WeightNorm or SpectralNorm around them replaces.
         self._normalised: set[str] = set()
         # Layers that can multiply in fp8, and those with a product that can.
         self._take_fp8: set[str] = set()
-        self._large: set[str] = set()
+        self.large: set[str] = set()
         self._active: list[str] = []
 
     def collect(self, fun: Callable[..., PyTree], *args: PyTree) -> None:
@@ -216,11 +217,11 @@ class _Run:
                     fields["dtype"] = cached.dtype
             # A scope that is shared belongs to the outer module: so do the parameters.
             is_owner = type(module) is self.modules[path]
-            if self.policies.any_fp8 and is_owner and _takes_fp8(module):
+            if is_owner and _takes_fp8(module):
                 fields["dot_general"] = self._dot_general_of(path)
             with _set_fields(module, fields):
                 out = next_fun(*args, **kwargs)
-            if isinstance(module, nn.WeightNorm | nn.SpectralNorm):
+            if isinstance(module, _WEIGHT_NORMS):
                 self._normalised.add("/".join(module.layer_instance.path))
             return out
 
@@ -232,17 +233,7 @@ class _Run:
         self.resolved = self.policies.resolve(self.modules, self._own_dtypes)
 
     def cast(self, variables: PyTree, role: str = "compute_dtype") -> PyTree:
-        """Return variables with the parameters in a dtype of their module's policy.
-
-        The decoding caches of flax's attention get its compute dtype.
-        """
-        owners = set(self.modules)
-        if role == "compute_dtype":
-            owners = {path for path in owners if not self._casts_its_params(path)}
-            params = variables.get("params", {})
-            self._cast_owners = owners.intersection(
-                module_policies.params_by_module(params, self.modules)
-            )
+        """Cast parameters by the policies of modules, and the caches of attention."""
 
         def cast_cache(path, leaf):
             owner = module_policies.enclosing_module(trees.key_path(path), self.modules)
@@ -251,10 +242,13 @@ class _Run:
             return trees.cast_floating(leaf, self.resolved[owner].compute_dtype)
 
         new = dict(variables)
-        if "params" in new:
-            new["params"] = module_policies.cast_params(
-                new["params"], self.resolved, role, owners
-            )
+        if params := new.get("params"):
+            owners = {*module_policies.params_by_module(params, self.modules)}
+            if role == "compute_dtype":
+                owners = {path for path in owners if not self._casts_its_params(path)}
+                self._cast_owners = owners
+            cast = module_policies.cast_params(params, self.resolved, role, owners)
+            new["params"] = cast
         if "cache" in new:
             new["cache"] = jax.tree.map_with_path(cast_cache, new["cache"])
         return new
@@ -283,14 +277,6 @@ class _Run:
 
         return call
 
-    def explain(self, variables: PyTree) -> Explanation:
-        """Return the dtypes of each module in the last call."""
-        params = variables.get("params", {})
-        in_fp8 = [path for path in self._large if self.resolved[path].is_fp8]
-        return module_policies.explain(
-            self.modules, self.resolved, params, self._outputs, in_fp8
-        )
-
     def _dot_general_of(self, path: str) -> Callable[..., jax.Array]:
         """Return a `lax.dot_general` that notes whether a product can be in fp8."""
         self._take_fp8.add(path)
@@ -298,7 +284,7 @@ class _Run:
         def dot_general(lhs, rhs, dimension_numbers, precision=None, **options):
             avals = jax.typeof(lhs), jax.typeof(rhs)
             if not fp8.why_not(*avals, dimension_numbers, precision):
-                self._large.add(path)
+                self.large.add(path)
             return lax.dot_general(lhs, rhs, dimension_numbers, precision, **options)
 
         return dot_general
@@ -307,13 +293,12 @@ class _Run:
         path = "/".join(module.path)
         if path not in self.modules:
             self.modules[path] = type(module)
-            dtype = getattr(module, "dtype", None)
-            self._own_dtypes[path] = module_policies.own_dtype(dtype)
+            self._own_dtypes[path] = module_policies.own_dtype(module)
         return path
 
     def _casts_its_params(self, path: str) -> bool:
         """Return whether a module itself casts its parameters, where it needs to."""
-        is_norm = issubclass(self.modules[path], _NORMS)
+        is_norm = issubclass(self.modules[path], _NORMS + _WEIGHT_NORMS)
         if self.resolved[path].kept_dtype is not None or is_norm:
             return True
         if self.resolved[path].is_fp8 and path in self._take_fp8:
@@ -356,21 +341,16 @@ class _Run:
         out = _keep_carry_dtypes(module, given, out)
         made = filter(trees.is_castable, jax.tree.leaves(out))
         names = (dtypes.dtype_name(leaf.dtype) for leaf in made)
-        self._outputs.setdefault(path, {}).update(dict.fromkeys(names))
+        self.outputs.setdefault(path, {}).update(dict.fromkeys(names))
         return out
 
 
 # Their statistics, scales and biases stay float32: only their output is cast, by the
-# `dtype` of the layer. The same holds for the weights that the last two compute.
-_NORMS = (
-    nn.BatchNorm,
-    nn.GroupNorm,
-    nn.InstanceNorm,
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.SpectralNorm,
-    nn.WeightNorm,
-)
+# `dtype` of the layer.
+_NORMS = (nn.BatchNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm)
+
+# The same holds for the weights that they compute.
+_WEIGHT_NORMS = (nn.WeightNorm, nn.SpectralNorm)
 
 _ATTENTION = nn.MultiHeadDotProductAttention
 
@@ -402,9 +382,8 @@ def _keep_kernel(inputs, kernel, bias, *, dtype):
 
 def _keep_carry_dtypes(module: nn.Module, given: tuple[Any, ...], out: Any) -> PyTree:
     """Return the output of a recurrent cell, its carry in the dtypes of the input."""
-    if not (isinstance(module, nn.RNNCellBase) and given and isinstance(out, tuple)):
-        return out
-    if jax.tree.structure(out[0]) != jax.tree.structure(given[0]):
+    is_step = isinstance(module, nn.RNNCellBase) and given and isinstance(out, tuple)
+    if not is_step or jax.tree.structure(out[0]) != jax.tree.structure(given[0]):
         return out
     return trees.cast_like(out[0], given[0]), *out[1:]
 

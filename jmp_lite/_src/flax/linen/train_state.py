@@ -74,13 +74,7 @@ class TrainState(train_state.TrainState):
         tx: optax.GradientTransformation,
         **kwargs: Any,
     ) -> Self:
-        """Return a state at step 0.
-
-        Args:
-          apply_fn: usually the `apply` of the model.
-          params: the parameters.
-          tx: an optax transformation.
-          **kwargs: other fields.
+        """Return a state at step 0, of these fields and those in `kwargs`.
 
         Raises:
           TypeError: `tx` is not an optax transformation; there is a `dynamic_scale`;
@@ -95,8 +89,7 @@ class TrainState(train_state.TrainState):
                 "optimiser's state. Use tx=jmp_lite.scale_aware(tx)."
             )
         statistics, ema_decay = kwargs.get("batch_stats"), kwargs.get("ema_decay")
-        first_average = train_step.start(tx, params, statistics, ema_decay)
-        kwargs.setdefault("ema", first_average)
+        kwargs.setdefault("ema", train_step.start(tx, params, statistics, ema_decay))
         fields = {field.name for field in dataclasses.fields(cls)} - _OF_A_STEP
         names = kwargs.get("update_on_skip", ())
         is_list = isinstance(names, tuple | list)
@@ -156,9 +149,8 @@ class TrainState(train_state.TrainState):
             if n in self.update_on_skip
         }
         new = {n: x for n, x in kwargs.items() if n not in always}
-        old = {n: getattr(self, n) for n in new}
         fields, finite = train_step.next_fields(
-            self, grads, value=value, new=new, old=old, params=params, ema=ema
+            self, grads, value=value, new=new, params=params, ema=ema
         )
         if overwritten is not None:  # neither updated by the optimiser nor averaged
             old = self.params[OVERWRITE_WITH_GRADIENT]

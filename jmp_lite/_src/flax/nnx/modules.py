@@ -1,11 +1,11 @@
 """Policies for the modules of an nnx model, without a change to its source."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
@@ -14,13 +14,7 @@ from jax.typing import DTypeLike
 from jmp_lite._src import dtypes, fp8, trees
 from jmp_lite._src.autocast.transform import NEEDS_VALUES, sums_in_float32
 from jmp_lite._src.flax import attention, module_policies, products
-from jmp_lite._src.flax.module_policies import (
-    Explanation,
-    ModulePolicies,
-    ModulePolicy,
-    cast_params,
-    params_by_module,
-)
+from jmp_lite._src.flax.module_policies import Explanation, ModulePolicies, ModulePolicy
 from jmp_lite._src.jaxprs.tracing import trace
 from jmp_lite._src.policy import Policy, PolicyMap
 from jmp_lite._src.trees import PyTree
@@ -83,7 +77,8 @@ def with_policy(
         _take_policy_off(module)
     resolved = _resolve(policies, modules)
     params = nnx.state(model, nnx.Param)
-    nnx.update(model, cast_params(params, resolved, "param_dtype", resolved))
+    cast = module_policies.cast_params(params, resolved, "param_dtype", resolved)
+    nnx.update(model, cast)
     for path, module in modules.items():
         _set_dtypes(module, resolved[path])
     return PolicyModule(model, policies)
@@ -114,31 +109,36 @@ class PolicyModule(nnx.Module):
         """
         modules = _modules(self.model)
         resolved = _resolve(self.policies, modules)
-        owners = params_by_module(nnx.state(self.model, nnx.Param), modules)
+        params = nnx.state(self.model, nnx.Param)
+        owners = module_policies.params_by_module(params, modules)
         cast_owners = {path for path in owners if not _has_dtype(modules[path])}
         # A copy is called, with parameters and inputs cast; then its changes of state
         # are copied back. Arguments such as random streams change too, and may be
         # shared with the model.
-        graphdef, params, other_state = nnx.split(
-            (self.model, args, kwargs), nnx.Param, ...
-        )
+        called = self.model, args, kwargs
+        graphdef, params, other_state = nnx.split(called, nnx.Param, ...)
 
         def call(params, other_state):
-            of_model = params.get(0, nnx.State({}))
-            of_model = cast_params(of_model, resolved, "compute_dtype", cast_owners)
-            params_of_all = nnx.State({**params, 0: of_model})
-            copy, args, kwargs = nnx.merge(graphdef, params_of_all, other_state)
-            nodes = copy, _nodes((args, kwargs))
+            of_model = module_policies.cast_params(
+                params.get(0, nnx.State({})), resolved, "compute_dtype", cast_owners
+            )
+            cast = nnx.State({**params, 0: of_model})
+            given = copy, args, kwargs = nnx.merge(graphdef, cast, other_state)
             before = {path: _attributes(m) for path, m in _modules(copy).items()}
-            old = {path: jax.tree.leaves(leaf) for path, leaf in _flat_state(nodes)}
+            old = {path: jax.tree.leaves(leaf) for path, leaf in _flat_state(given)}
             if "" in cast_owners:
-                args, kwargs = _cast_inputs((args, kwargs), resolved[""].policy)
+                to_compute = resolved[""].policy.cast_to_compute
+                args, kwargs = jax.tree.map(
+                    lambda x: x if _is_node(x) else to_compute(x),
+                    (args, kwargs),
+                    is_leaf=_is_node,
+                )
             out = copy(*args, **kwargs)
             # Return only what changed: under a transformation, a variable from outside
             # can be read but not set.
             changed = {
                 path: leaf
-                for path, leaf in _flat_state(nodes)
+                for path, leaf in _flat_state(given)
                 if path not in old or not _holds(leaf, old[path])
             }
             for path, param in nnx.to_flat_state(params):
@@ -161,7 +161,7 @@ class PolicyModule(nnx.Module):
                 delattr(modules[path], attribute)
             for attribute, value in static.items():
                 setattr(modules[path], attribute, value)
-        nnx.update((self.model, _nodes((args, kwargs))), changed)
+        nnx.update(called, changed)
         return resolved[""].policy.cast_to_output(out)
 
     def explain(self) -> Explanation:
@@ -189,25 +189,11 @@ def _is_node(x: object) -> bool:
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
-def _nodes(inputs: PyTree) -> list[nnx.Pytree | nnx.Variable]:
-    return list(filter(_is_node, jax.tree.leaves(inputs, is_leaf=_is_node)))
-
-
-def _cast_inputs(inputs: PyTree, policy: Policy) -> PyTree:
-    """Return inputs in the compute dtype; what is of nnx is left alone."""
-
-    def cast(x):
-        return x if _is_node(x) else policy.cast_to_compute(x)
-
-    return jax.tree.map(cast, inputs, is_leaf=_is_node)
-
-
-def _flat_state(nodes: PyTree) -> Iterable[tuple[PyTree, PyTree]]:
-    return nnx.to_flat_state(nnx.state(nodes))
+def _flat_state(tree: PyTree) -> Iterable[tuple[PyTree, PyTree]]:
+    return nnx.to_flat_state(nnx.state(tree))
 
 
 def _holds(leaf: PyTree, arrays: list[PyTree]) -> bool:
-    """Return whether a variable holds these very arrays."""
     return [*map(id, jax.tree.leaves(leaf))] == [*map(id, arrays)]
 
 
@@ -282,7 +268,7 @@ def _own_dtype(module: Any) -> DTypeLike | None:
     """Return the `dtype` that the author of a model set on a module, None if none."""
     if _is_of_policy(module):
         return module._policy_dtype.own
-    dtype = module_policies.own_dtype(getattr(module, "dtype", None))
+    dtype = module_policies.own_dtype(module)
     if isinstance(module, nnx.Embed) and dtype == module.embedding.dtype:
         return None  # flax sets it to the dtype of the table if the author set none
     return dtype
@@ -338,12 +324,9 @@ def _is_in_fp8(module: nnx.Module) -> bool:
 
 def _takes_fp8(module: Any) -> bool:
     """Return whether a large layer multiplies by a `dot_general` its author left."""
-    if isinstance(module, nnx.Linear):
-        sizes = module.in_features, module.out_features
-    elif isinstance(module, nnx.LinearGeneral):
-        sizes = math.prod(module.in_features), math.prod(module.out_features)
-    else:
+    if not isinstance(module, nnx.Linear | nnx.LinearGeneral):
         return False
+    sizes = [int(np.prod(x)) for x in (module.in_features, module.out_features)]
     return (
         module.dot_general in (None, lax.dot_general)
         and getattr(module, "dot_general_cls", None) is None
@@ -352,9 +335,7 @@ def _takes_fp8(module: Any) -> bool:
     )
 
 
-def _keep_kernel(
-    arrays: tuple[PyTree, ...], /, *, dtype: DTypeLike | None
-) -> tuple[PyTree, ...]:
+def _keep_kernel(arrays: PyTree, /, *, dtype: DTypeLike | None) -> PyTree:
     """Cast all but the kernel, so that its gradient is the accumulator of a product."""
     inputs, kernel, bias = arrays
     inputs, bias = promote_dtype((inputs, bias), dtype=dtype)

@@ -157,19 +157,14 @@ class TrainState:
             raise TypeError(arguments.wrong("other_state", expected, other_state))
         given = self.other_state if other_state is None else other_state
         # State that a skipped step updates too does not decide if it is skipped.
-        always = self.update_on_skip
-        on_skip, new_state = nnx.filter_state(given, always, ...)
-        old_on_skip, old_state = nnx.filter_state(self.other_state, always, ...)
-        fields, _ = train_step.next_fields(
-            self,
-            grads,
-            value=value,
-            new={"other_state": new_state},
-            old={"other_state": old_state},
-            params=self.params,
-            ema=self.ema,
+        on_skip, old = (
+            nnx.filter_state(x, self.update_on_skip) for x in (given, self.other_state)
         )
-        on_skip = train_step.updated_on_skip(on_skip, old_on_skip)
+        new = {"other_state": nnx.merge_state(given, old)}
+        fields, _ = train_step.next_fields(
+            self, grads, value=value, new=new, params=self.params, ema=self.ema
+        )
+        on_skip = train_step.updated_on_skip(on_skip, old)
         fields["other_state"] = nnx.merge_state(fields["other_state"], on_skip)
         if other_state is None:
             statistics = nnx.filter_state(self.other_state, nnx.BatchStat)
