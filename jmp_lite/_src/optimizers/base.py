@@ -1,11 +1,9 @@
 """Shared code of the optimisers that wrap another optimiser.
 
-- Wrapping: any optax transformation as one with extra arguments, with an inner state
-  whose structure and dtypes never change.
-- Half-precision parameters: the dtypes in which they are stored. `scale_aware` passes
-  float32 parameters to its inner optimiser. `master_weights` and `stochastic_rounding`
-  find the dtypes in their own state during one update: transformations in between pass
-  states through, while they may reject an unknown argument of `update`.
+The dtypes in which half-precision parameters are stored: `scale_aware` passes float32
+parameters to its inner optimiser. `master_weights` and `stochastic_rounding` find the
+dtypes in their own state during one update: transformations in between pass states
+through, while they may reject an unknown argument of `update`.
 """
 
 import dataclasses
@@ -22,11 +20,7 @@ from jmp_lite._src import arguments, dtypes, trees
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Return an inner optimiser as a transformation that takes extra arguments.
-
-    Numbers and arrays of its state are strongly typed. The loss `value` is only passed
-    to one that takes it by name or as `**kwargs`.
-    """
+    """Return an inner optimiser with extra arguments and a strongly typed state."""
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         remedy = ""
         if isinstance(inner, list | tuple):
@@ -60,18 +54,16 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
             new_updates, new_state = inner.update(updates, state, params, **extra)
         except TypeError as error:  # of JAX, which names no path
             if why := _other_shape(updates, params):
-                raise ValueError(f"{_LIKE_PARAMS} {why}.") from error
+                raise ValueError(f"{_UNLIKE} {why}.") from error
             raise
         if why := _other_shape(new_updates, params):
-            raise ValueError(f"{_LIKE_PARAMS} {why}.")
+            raise ValueError(f"{_UNLIKE} {why}.")
         return new_updates, new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-_LIKE_PARAMS = (
-    "Expected gradients like the parameters that `init` was given: an update of"
-)
+_UNLIKE = "Expected gradients like the parameters that `init` was given: an update of"
 
 
 def _other_shape(tree: object, params: object) -> str:
@@ -95,20 +87,15 @@ def strongly_typed(x: object) -> object:
 
 
 def with_dtypes_of(new: optax.OptState, old: optax.OptState) -> optax.OptState:
-    """Cast a new inner state to the dtypes of the old one.
-
-    A leaf that became None keeps its old value: optax sets the moments of parameters
-    whose gradient is None to None. A state of another structure is returned unchanged.
-    """
+    """Return a new inner state in the dtypes of the old one, if they are alike."""
     if trees.first_difference(new, old) is not None:
         return new
 
     def cast(new, old):
-        if new is None:
+        if new is None:  # as optax makes moments where a gradient is None
             return old
-        if new is old or not isinstance(old, jax.Array | np.ndarray):
-            return new
-        if jnp.issubdtype(old.dtype, jax.dtypes.extended):
+        is_array = isinstance(old, jax.Array | np.ndarray)
+        if new is old or not is_array or jnp.issubdtype(old.dtype, jax.dtypes.extended):
             return new
         return jnp.asarray(new).astype(old.dtype)
 
@@ -116,7 +103,6 @@ def with_dtypes_of(new: optax.OptState, old: optax.OptState) -> optax.OptState:
 
 
 def check_structure(new: optax.OptState, old: optax.OptState, owner: str) -> None:
-    """Raise if an update changed the structure of an inner state."""
     difference = trees.first_difference(new, old, ("the new state", "the old one"))
     if difference is not None:
         raise ValueError(
@@ -159,12 +145,8 @@ def check_gradients(grads: optax.Updates, params: optax.Params | None) -> None:
 
 
 def check_params(params: optax.Params | None, stored: optax.Params) -> None:
-    """Raise unless parameters are like those that a state has stored.
-
-    What is None in the state matches anything, as in `check_gradients`.
-    """
-    names = "the state", "the parameters"
-    difference = trees.first_difference(stored, params, names)
+    """Raise unless parameters are like the stored ones, whose None matches anything."""
+    difference = trees.first_difference(stored, params, ("the state", "the parameters"))
     if difference := difference or _other_shape(params, stored):
         raise ValueError(
             f"Expected parameters like those that the state is of: {difference}."
@@ -211,9 +193,7 @@ class StateWithStoredDtypes:
 
     inner_state: optax.OptState
     # As `stored_dtypes` has them: a dict could not be hashed.
-    stored: tuple[tuple[str, np.dtype], ...] = dataclasses.field(
-        metadata={"static": True}
-    )
+    stored: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
 
 
 def stored_dtypes(params: optax.Params | None) -> dict[str, np.dtype]:
@@ -226,17 +206,9 @@ def stored_dtypes(params: optax.Params | None) -> dict[str, np.dtype]:
 
 
 def check_update(
-    updates: optax.Updates,
-    state: Any,
-    params: optax.Params | None,
-    kind: type,
-    owner: str,
+    updates: optax.Updates, state: Any, params: optax.Params | None
 ) -> tuple[optax.OptState, dict[str, np.dtype]]:
-    """Check the arguments of `update` of an optimiser of half-precision parameters.
-
-    Returns the inner state, and the dtypes of parameters stored in half precision.
-    """
-    check_state(state, kind, owner)
+    """Return the inner state, and the dtypes of parameters stored in half precision."""
     if params is None:
         raise ValueError("Expected parameters: call update(grads, state, params).")
     jax.tree.map(trees.with_value, params)
@@ -255,11 +227,7 @@ def check_update(
 
 
 def next_state(state: Any, inner_state: Any, stored: object) -> Any:
-    """Return a pair of an inner state and what is stored beside it, after an update.
-
-    Input and output states must have the same structure, for example if the update is
-    a branch of `lax.cond`.
-    """
+    """Return the state after an update, in the structure of the one before it."""
     if isinstance(state.inner_state, StateWithStoredDtypes):
         inner_state = StateWithStoredDtypes(inner_state, state.inner_state.stored)
     return type(state)(inner_state, stored)

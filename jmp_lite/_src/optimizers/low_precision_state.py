@@ -24,6 +24,7 @@ from jmp_lite._src.optimizers.master_weights import with_remainders
 from jmp_lite._src.optimizers.scale_aware import ScaleAwareState, update_in_float32
 
 T = TypeVar("T")
+_Shapes = dict[str, tuple[int, ...]]
 
 _DTYPES = ("bfloat16", "8bit")
 
@@ -201,18 +202,16 @@ def low_precision_state(
         base.check_state(state, LowPrecisionState, "low_precision_state(...)")
         base.check_gradients(updates, params)
         choice.check(state, updates if params is None else params)
-        old = trees.map_nodes(
-            LowPrecisionArray.to_float32, state.inner_state, LowPrecisionArray
-        )
+        low = state.inner_state
+        old = trees.map_nodes(LowPrecisionArray.to_float32, low, LowPrecisionArray)
         grads = trees.cast_at_least_float32(updates)
-        new_updates, new = update_in_float32(
-            inner, grads, old, params, extra, "low_precision_state"
-        )
+        new_updates, new = update_in_float32(inner, grads, old, params, extra)
+        base.check_structure(new, old, "low_precision_state")
 
         next_key, seed = rounding.next_seed(state.key)
-        leaves, structure = jax.tree.flatten(state.inner_state, is_compressed)
+        leaves, structure = jax.tree.flatten(low, is_compressed)
         stored = [
-            _rounded(x, y, rounding.leaf_seed(seed, i)) if is_compressed(x) else y
+            _round(x, y, rounding.leaf_seed(seed, i)) if is_compressed(x) else y
             for i, (x, y) in enumerate(zip(leaves, jax.tree.leaves(new), strict=True))
         ]
         new = jax.tree.unflatten(structure, stored)
@@ -226,7 +225,6 @@ def low_precision_state(
 
 
 def _store_moments(state: T, params: optax.Params, choice: "_Choice") -> T:
-    """Return a float32 state with its moments in low precision."""
 
     def is_centered(x):
         return type(x).__name__.startswith(_CENTERED)
@@ -254,8 +252,7 @@ def _store_moments(state: T, params: optax.Params, choice: "_Choice") -> T:
 
     new = jax.tree.map_with_path(store, state)
     if others and not trees.find(new, LowPrecisionArray):
-        names = "by their names in optax"
-        reason = names if choice.where is None else "by where="
+        reason = "by where=" if choice.where else "by their names in optax"
         warnings.warn(
             f"low_precision_state stores all of the state as it is: {reason}, none of "
             f"{others[:4]} is a moment in float32. Choose those that are averages: "
@@ -276,9 +273,7 @@ def compress(x: jax.Array, dtype: str) -> LowPrecisionArray:
 
 
 @jax.jit
-def _rounded(
-    old: LowPrecisionArray, x: jax.Array, seed: jax.Array
-) -> LowPrecisionArray:
+def _round(old: LowPrecisionArray, x: jax.Array, seed: jax.Array) -> LowPrecisionArray:
     """Return `x` stochastically rounded; `old` in each block that did not change."""
     noise = rounding.noise_like(x, seed)
     arrays, structure = jax.tree.flatten(old)
@@ -333,8 +328,7 @@ class _Choice:
         if param is None or x.dtype != jnp.float32 or x.size < self.min_size:
             return None
         dtype = self._dtype_at(param) if x.ndim else None
-        is_short = dtype == "8bit" and x.shape[-1] < _SHORTEST_ROW
-        return "bfloat16" if is_short else dtype
+        return "bfloat16" if dtype == "8bit" and x.shape[-1] < _SHORTEST_ROW else dtype
 
     def _dtype_at(self, param: str) -> str | None:
         index = policy.first_match([pattern for pattern, _ in self.rules], param)
@@ -368,28 +362,17 @@ class _Choice:
                 )
 
 
-# By the keys of a parameter: its path as a string, its shape.
-_Shapes = dict[tuple[str, ...], tuple[str, tuple[int, ...]]]
-
-
 def _shapes(params: optax.Params) -> _Shapes:
+    """Return the shapes of floating parameters by their key paths."""
     leaves = jax.tree.leaves_with_path(base.fast_params(params))
-    return {
-        tuple(map(str, path)): (trees.key_path(path), x.shape)
-        for path, x in leaves
-        if trees.is_castable(x)
-    }
+    return {trees.key_path(path): x.shape for path, x in leaves if trees.is_castable(x)}
 
 
 def _find_param(path: KeyPath, x: Any, shapes: _Shapes) -> tuple[int, str | None]:
-    """Return where in a leaf's path that of its parameter begins, and the latter.
-
-    It is the longest one in which the leaf's path ends and that has its shape.
-    """
-    keys = tuple(map(str, path))
-    for start in range(len(keys) + 1 if trees.is_array(x) else 0):
-        param, shape = shapes.get(keys[start:], ("", None))
-        if shape == x.shape:
+    """Return where the path of a parameter of this shape begins in one, and it."""
+    for start in range(len(path) + 1 if trees.is_array(x) else 0):  # the longest
+        param = trees.key_path(path[start:])
+        if shapes.get(param) == x.shape:
             return start, param
     return 0, None
 

@@ -134,7 +134,8 @@ def master_weights(
         return with_remainders(state, base.stored_dtypes(params))
 
     def update_fn(updates, state, params=None, **extra):
-        old, half_dtypes = base.check_update(updates, state, params, kind, owner)
+        base.check_state(state, kind, owner)
+        old, half_dtypes = base.check_update(updates, state, params)
         in_remainders = kind is MasterRemaindersState
 
         def half_dtype(path):

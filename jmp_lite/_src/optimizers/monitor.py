@@ -169,7 +169,6 @@ def check_skipped_steps(
 
 
 def _on_host(tree: Any, error: str) -> Any:
-    """Return a tree with its arrays on the host."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
         raise TypeError(error)
     return trees.on_host(tree)

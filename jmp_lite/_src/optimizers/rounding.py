@@ -76,10 +76,7 @@ _GOLDEN_RATIO = 0x9E3779B9  # times 2**32: spreads consecutive integers
 
 
 def _mix(x: A, seed: np.uint32 | jax.Array) -> A:
-    """Mix the bits of u32 numbers, of NumPy or JAX, with those of a second seed.
-
-    This is lowbias32 of https://github.com/skeeto/hash-prospector.
-    """
+    """lowbias32 of https://github.com/skeeto/hash-prospector, with a second seed."""
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D) ^ seed
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -5,7 +5,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -95,28 +95,22 @@ class ScaleAwareState(NamedTuple):
         return self.consecutive_skips == 0
 
 
-class _Init(Protocol):
-    def __call__(self, params: optax.Params) -> ScaleAwareState: ...
-
-
-class _Update(Protocol):
-    def __call__(
-        self,
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        *,
-        value: object = None,
-        **extra_args: object,
-    ) -> tuple[optax.Updates, ScaleAwareState]: ...
-
-
 class ScaleAwareTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation whose state is known to be a `ScaleAwareState`."""
 
-    # optax narrows fields of its named tuple too; nobody assigns to them.
-    init: _Init  # pyright: ignore[reportIncompatibleVariableOverride]
-    update: _Update  # pyright: ignore[reportIncompatibleVariableOverride]
+    if TYPE_CHECKING:  # they are fields of the named tuple
+
+        @staticmethod
+        def init(params: optax.Params) -> ScaleAwareState: ...
+        @staticmethod
+        def update(
+            updates: optax.Updates,
+            state: Any,
+            params: optax.Params | None = None,
+            *,
+            value: object = None,
+            **extra_args: object,
+        ) -> tuple[optax.Updates, ScaleAwareState]: ...
 
 
 def scale_aware(
@@ -237,8 +231,7 @@ def scale_aware(
             is_least = jnp.asarray(loss_scale.loss_scale) <= least
             loss_finite = value_finite & ~(is_least & (worst == 2))
         else:
-            is_pair = isinstance(value, list | tuple)
-            array = None if is_pair else arguments.array(value)
+            array = None if isinstance(value, list | tuple) else arguments.array(value)
             if array is None:
                 raise TypeError(
                     "Expected value to be the unscaled loss, a number, got "
@@ -259,9 +252,8 @@ def scale_aware(
         if value is not None:
             extra["value"] = value
         old = state.inner_state
-        new_updates, inner_state = update_in_float32(
-            inner, grads, old, params, extra, "scale_aware"
-        )
+        new_updates, inner_state = update_in_float32(inner, grads, old, params, extra)
+        base.check_structure(inner_state, old, "scale_aware")
         if skip_nonfinite:
             new_updates = _where(finite, new_updates, complex(-0.0, -0.0))
             inner_state = trees.select_tree(finite, inner_state, old)
@@ -275,11 +267,8 @@ def scale_aware(
         is_counted = ~(of_losses & loss_finite)
         counted = optax.safe_increment(state.counters)
         counted = jnp.where(is_counted, counted, state.counters)
-        return new_updates, ScaleAwareState(
-            inner_state=inner_state,
-            loss_scale=next_scale,
-            counters=jnp.where(finite, ended, counted),
-        )
+        counters = jnp.where(finite, ended, counted)
+        return new_updates, ScaleAwareState(inner_state, next_scale, counters)
 
     return ScaleAwareTransformation(init_fn, update_fn)
 
@@ -290,29 +279,20 @@ def update_in_float32(
     state: optax.OptState,
     params: optax.Params | None,
     extra: dict[str, object],
-    owner: str,
 ) -> tuple[optax.Updates, optax.OptState]:
-    """Update an inner optimiser that sees float32 parameters.
+    """Update what sees float32 parameters; states that need their dtypes are told."""
+    stored = base.stored_dtypes(params)
 
-    States that need the dtypes in which the parameters are stored are told. The state
-    keeps its dtypes, and for this reason its structure: raise if it is another.
-    """
-    told, stored = state, base.stored_dtypes(params)
-    if are_told := any(map(dtypes.is_half, stored.values())):
-        told = trees.map_nodes(
-            lambda x: x._replace(
-                inner_state=base.StateWithStoredDtypes(
-                    x.inner_state, tuple(stored.items())
-                )
-            ),
-            state,
-            _NEED_DTYPES,
-        )
+    def tell(x):
+        told = base.StateWithStoredDtypes(x.inner_state, tuple(stored.items()))
+        return x._replace(inner_state=told)
+
+    are_told = any(map(dtypes.is_half, stored.values()))
+    told = trees.map_nodes(tell, state, _NEED_DTYPES) if are_told else state
     params = trees.cast_at_least_float32(params)
     updates, new = inner.update(grads, told, params, **extra)
     if are_told:  # else they are of an optimiser around this one
         new = trees.map_nodes(lambda x: x.inner_state, new, base.StateWithStoredDtypes)
-    base.check_structure(new, state, owner)
     return updates, base.with_dtypes_of(new, state)
 
 
@@ -432,11 +412,8 @@ def _where(finite: jax.Array, tree: T, other: complex) -> T:
 
 
 def _check_names(extra: Mapping[str, object]) -> None:
-    """Raise if an extra argument of `update` is misspelled `value`.
-
-    Others are for the inner optimisers, such as `value_fn`, one of optax' own.
-    """
-    for name in extra.keys() - {"value_fn"}:
+    """Raise if an extra argument of `update` is misspelled `value`."""
+    for name in extra.keys() - {"value_fn"}:  # one of optax' own
         if difflib.get_close_matches(name.lower(), ["value"], cutoff=0.75):
             raise TypeError(
                 f"update got an unexpected argument {name!r}. Did you mean 'value', "
