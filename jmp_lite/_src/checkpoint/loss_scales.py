@@ -53,8 +53,7 @@ def convert_loss_scale(saved: object) -> DynamicLossScale:
             ours: fields.get(name, default) for name, (ours, default) in _FLAX.items()
         }
         settings["period"] += 1
-        if settings["min_loss_scale"] is None:
-            settings["min_loss_scale"] = 0.0
+        settings["min_loss_scale"] = settings["min_loss_scale"] or 0.0
     else:
         raise ValueError(
             f"Expected a loss scale of jmp ({', '.join(_JMP)}) or of flax "

@@ -38,8 +38,6 @@ _MOMENTS = frozenset(
     "e_g e_x ema exp_avg exp_avg_sq m m1 m2 mu n nu nu_max sum_of_squares trace "
     "v".split()
 )
-# But `nu - mu**2`, of rounded moments, is noise, and its root NaN.
-_CENTERED = "ScaleByRStdDev"
 
 
 @trees.register_dataclass
@@ -226,8 +224,8 @@ def low_precision_state(
 
 def _store_moments(state: T, params: optax.Params, choice: "_Choice") -> T:
 
-    def is_centered(x):
-        return type(x).__name__.startswith(_CENTERED)
+    def is_centered(x):  # `nu - mu**2`, of rounded moments, is noise, and its root NaN
+        return type(x).__name__.startswith("ScaleByRStdDev")
 
     leaves = jax.tree.leaves_with_path(state, is_leaf=is_centered)
     centered = [path for path, x in leaves if is_centered(x)]
