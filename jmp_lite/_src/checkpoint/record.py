@@ -19,7 +19,11 @@ _FORMAT = 1
 
 
 def encode(state: object) -> tuple[dict[str, np.ndarray | jax.Array], Specs]:
-    """Return the arrays of a state, NumPy's but for shards, and specs, by key path."""
+    """Return the arrays of a state by key path, and the specs without checksums.
+
+    Arrays that this process can address are of NumPy. Warns of leaves that are not
+    saved, but for functions.
+    """
     arrays, leaves, lost = {}, {}, []
     for path, x in flatten(state)[0].items():
         is_abstract = isinstance(x, jax.ShapeDtypeStruct | Tracer)

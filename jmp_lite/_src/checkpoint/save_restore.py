@@ -114,6 +114,9 @@ def latest_step(folder: str | os.PathLike[str]) -> int | None:
     Args:
       folder: a folder that `save` writes into; it need not exist.
 
+    Returns:
+      The step, an int, or None.
+
     Raises:
       ValueError: `folder` is invalid, such as a file; it has a link to a step.
 
@@ -162,6 +165,9 @@ def restore(
       cast: whether to cast bf16, f16, f32 and f64 arrays to the dtypes of `like`, and
         from and to the dtypes of `low_precision_state`, rounded to nearest. Use
         `policy.cast_to_param(like)` to set them by path.
+
+    Returns:
+      The state, its step, and the casts.
 
     Raises:
       ValueError: there is no such checkpoint, or it is damaged; `folder` is invalid;

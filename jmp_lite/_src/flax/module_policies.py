@@ -109,7 +109,11 @@ class ModulePolicies:
     def resolve(
         self, modules: Mapping[str, type], own_dtypes: Mapping[str, DTypeLike | None]
     ) -> dict[str, ModulePolicy]:
-        """Return the policy of each module by its path, in the order of `modules`."""
+        """Return the policy of each module of a model, in the order of `modules`.
+
+        By its path, which starts with that of the module that encloses it: its class,
+        and the `dtype` that its author set, if any.
+        """
         fitted = self.policy.fitted(modules, modules[""].__name__)
         fitted.check_unused(modules)
         patterns = [pattern for pattern, _ in fitted.rules]
@@ -185,7 +189,10 @@ def enclosing_module(path: str, modules: Container[str]) -> str | None:
 
 
 def params_by_module(params: PyTree, modules: Container[str]) -> dict[str, list[Any]]:
-    """Return the parameters of each module that has some, without those inside it."""
+    """Return the parameters of each module that has some, without those inside it.
+
+    Key paths start with module paths; leaves that are in no module are left out.
+    """
     found: dict[str, list[PyTree]] = {}
     for path, leaf in jax.tree.leaves_with_path(params):
         owner = enclosing_module(trees.key_path(path), modules)

@@ -20,7 +20,11 @@ from jmp_lite._src import arguments, dtypes, trees
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Return an inner optimiser with extra arguments and a strongly typed state."""
+    """Return an inner optimiser as a transformation that takes extra arguments.
+
+    Numbers and arrays of its state are strongly typed. The loss `value` is only passed
+    to one that takes it by name or as `**kwargs`.
+    """
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         remedy = ""
         if isinstance(inner, list | tuple):
@@ -87,12 +91,16 @@ def strongly_typed(x: object) -> object:
 
 
 def with_dtypes_of(new: optax.OptState, old: optax.OptState) -> optax.OptState:
-    """Return a new inner state in the dtypes of the old one, if they are alike."""
+    """Cast a new inner state to the dtypes of the old one.
+
+    A leaf that became None keeps its old value: optax sets the moments of parameters
+    whose gradient is None to None. A state of another structure is returned unchanged.
+    """
     if trees.first_difference(new, old) is not None:
         return new
 
     def cast(new, old):
-        if new is None:  # as optax makes moments where a gradient is None
+        if new is None:
             return old
         is_array = isinstance(old, jax.Array | np.ndarray)
         if new is old or not is_array or jnp.issubdtype(old.dtype, jax.dtypes.extended):
@@ -227,7 +235,11 @@ def check_update(
 
 
 def next_state(state: Any, inner_state: Any, stored: object) -> Any:
-    """Return the state after an update, in the structure of the one before it."""
+    """Return a pair of an inner state and what is stored beside it, after an update.
+
+    Input and output states must have the same structure, for example if the update is
+    a branch of `lax.cond`.
+    """
     if isinstance(state.inner_state, StateWithStoredDtypes):
         inner_state = StateWithStoredDtypes(inner_state, state.inner_state.stored)
     return type(state)(inner_state, stored)

@@ -280,7 +280,11 @@ def update_in_float32(
     params: optax.Params | None,
     extra: dict[str, object],
 ) -> tuple[optax.Updates, optax.OptState]:
-    """Update what sees float32 parameters; states that need their dtypes are told."""
+    """Update an inner optimiser that sees float32 parameters.
+
+    States that need the dtypes in which the parameters are stored are told. The state
+    keeps its dtypes, if it has kept its structure, which the caller checks.
+    """
     stored = base.stored_dtypes(params)
 
     def tell(x):

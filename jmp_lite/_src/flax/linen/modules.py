@@ -121,6 +121,9 @@ class PolicyModule:
         compute dtype of the default policy is half, but no matrix product runs in it
         because the author of the model set a `dtype` on its modules; if the policy has
         fp8, but no matrix product is in it; and if fp8 is slow on this device.
+
+        Raises:
+          ValueError: a pattern or class of the policies matches no module.
         """
         run = _Run(self.policies)
         kwargs["method"] = run.flagged(kwargs.get("method"))

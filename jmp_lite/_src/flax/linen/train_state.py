@@ -74,7 +74,13 @@ class TrainState(train_state.TrainState):
         tx: optax.GradientTransformation,
         **kwargs: Any,
     ) -> Self:
-        """Return a state at step 0, of these fields and those in `kwargs`.
+        """Return a state at step 0.
+
+        Args:
+          apply_fn: usually the `apply` of the model.
+          params: the parameters.
+          tx: an optax transformation.
+          **kwargs: other fields.
 
         Raises:
           TypeError: `tx` is not an optax transformation; there is a `dynamic_scale`;
