@@ -225,3 +225,20 @@ def test_a_table_is_gathered_from_devices_as_parameters_are(reduce, half):
         eqn.invars[0].aval.dtype for eqn in jaxprs.equations(jaxpr, "all_gather")
     }
     assert jnp.dtype("float32" if reduce else DTYPES[half]) in gathered
+
+
+@pytest.mark.one_of("half")
+@IN_HALVES
+def test_what_a_scatter_sums_is_not_stored(half):
+    """As messages along edges: XLA computes them where it sums them."""
+    source, target = np.arange(32) % 8, np.arange(32) * 3 % 8
+
+    def loss(w, x):
+        h = x @ w
+        messages = h[source] * jax.nn.sigmoid(h[target, :1])
+        return jnp.sum(jax.ops.segment_sum(messages, target, 8) ** 2)
+
+    cast, args = autocast(loss, POLICIES[half]), (weight(0, 16, 16), normal(1, 8, 16))
+    for fun in (cast, jax.grad(cast)):
+        stored = jaxprs.equations(jaxprs.trace(fun, *args), "optimization_barrier")
+        assert (32, 16) not in [v.aval.shape for eqn in stored for v in eqn.outvars]

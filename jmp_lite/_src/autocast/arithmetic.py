@@ -134,11 +134,11 @@ def compares(eqns: Sequence[Eqn], differentiated: Set[Var]) -> bool:
 
 
 def without_gradients(eqns: Sequence[Eqn]) -> set[Var]:
-    """Return what is computed of nothing, or behind a `stop_gradient`."""
+    """Return what is computed of no floating numbers, or behind a `stop_gradient`."""
     found: set[Var] = set()
     for eqn in eqns:
-        is_stopped = eqn.primitive.name == "stop_gradient"
-        if is_stopped or found.issuperset(variables(eqn.invars)):
+        floats = (v for v in variables(eqn.invars) if core.is_float(v))
+        if eqn.primitive.name == "stop_gradient" or found.issuperset(floats):
             found.update(eqn.outvars)
     return found
 
@@ -173,10 +173,10 @@ def summed_backward(eqns: Sequence[Eqn], constant: Set[Var]) -> list[Var]:
         )
         for v in eqn.outvars if operands and (is_first or made_of) else ():
             summed[v] = v if is_first else made_of[0]
-    return [*(v for v in found if v not in steep), *_biased_in_norms(eqns)]
+    return [*(v for v in found if v not in steep), *_biased_in_norms(eqns, constant)]
 
 
-def _biased_in_norms(eqns: Sequence[Eqn]) -> list[Var]:
+def _biased_in_norms(eqns: Sequence[Eqn], constant: Set[Var]) -> list[Var]:
     """Return sums of arrays and biases, of whose rows statistics are taken.
 
     What takes a mean off makes a sum of gradients 0, which one of rounded numbers is
@@ -185,7 +185,7 @@ def _biased_in_norms(eqns: Sequence[Eqn]) -> list[Var]:
     axes: dict[Var, set[int]] = {}  # that statistics of it are taken over
     spread: set[Var] = set()  # what something larger reads: a loss is no statistic
     found = []
-    made = {v for eqn in eqns for v in eqn.outvars}
+    made = constant | {v for eqn in eqns for v in eqn.outvars}
     for eqn in reversed(eqns):
         (out, *_), operands = eqn.outvars, [*variables(eqn.invars)]
         size = core.size(out)

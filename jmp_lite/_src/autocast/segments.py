@@ -268,10 +268,17 @@ class Search:
             return False
         if self._is_of_softmax(var) or var in self.ends.kept:
             return False
+        is_read = var not in self.returned
+        if is_read and all(map(self._sums_by_index, readers)):
+            return False
         if self.held[var] == HALF or use & Use.DTYPE == Use.HALF:
             return True
-        is_read = var not in self.returned
         return is_read and all(self._reads_half(r, var) for r in readers)
+
+    def _sums_by_index(self, reader: int) -> bool:
+        """Return whether a scatter sums a value: XLA computes it there."""
+        eqn = self.eqns[reader]
+        return has(eqn.primitive.name, Fact.SUMS) and "update_jaxpr" in eqn.params
 
     def _is_of_softmax(self, var: Var) -> bool:
         """Return whether a softmax reads a value that no segment makes again.
