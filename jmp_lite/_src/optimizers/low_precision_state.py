@@ -209,7 +209,7 @@ def low_precision_state(
         next_key, seed = rounding.next_seed(state.key)
         leaves, structure = jax.tree.flatten(low, is_compressed)
         stored = [
-            _round(x, y, rounding.leaf_seed(seed, i)) if is_compressed(x) else y
+            _rounded(x, y, rounding.leaf_seed(seed, i)) if is_compressed(x) else y
             for i, (x, y) in enumerate(zip(leaves, jax.tree.leaves(new), strict=True))
         ]
         new = jax.tree.unflatten(structure, stored)
@@ -271,7 +271,9 @@ def compress(x: jax.Array, dtype: str) -> LowPrecisionArray:
 
 
 @jax.jit
-def _round(old: LowPrecisionArray, x: jax.Array, seed: jax.Array) -> LowPrecisionArray:
+def _rounded(
+    old: LowPrecisionArray, x: jax.Array, seed: jax.Array
+) -> LowPrecisionArray:
     """Return `x` stochastically rounded; `old` in each block that did not change."""
     noise = rounding.noise_like(x, seed)
     arrays, structure = jax.tree.flatten(old)

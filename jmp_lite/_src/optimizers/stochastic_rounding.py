@@ -95,7 +95,7 @@ def stochastic_rounding(
                 return u
             u = jnp.asarray(u, jnp.float32)
             leaf_seed = rounding.leaf_seed(seed, leaf_of[path])
-            return _rounded(p, u, leaf_seed, half_dtypes[path])
+            return _rounded_update(p, u, leaf_seed, half_dtypes[path])
 
         grads, float32_params = trees.cast_at_least_float32((updates, params))
         steps, inner_state = inner.update(grads, old, float32_params, **extra)
@@ -107,7 +107,9 @@ def stochastic_rounding(
 
 
 @functools.partial(jax.jit, static_argnames="dtype")  # traced once for each shape
-def _rounded(p: jax.Array, u: jax.Array, seed: jax.Array, dtype: np.dtype) -> jax.Array:
+def _rounded_update(
+    p: jax.Array, u: jax.Array, seed: jax.Array, dtype: np.dtype
+) -> jax.Array:
     """Return the update from `p` to `p + u` rounded to `dtype`, f32."""
     p = p.astype(jnp.float32)
     x = p + u
