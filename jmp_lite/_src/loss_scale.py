@@ -115,7 +115,7 @@ class _InverseOfFactor(float):
 
 @trees.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DynamicLossScale(trees.OfOwnDtypes, metaclass=compat.FlaxSerializable):
+class DynamicLossScale(trees.KeepsDtypes, metaclass=compat.FlaxSerializable):
     """A loss scale that adapts to the largest value that keeps gradients finite.
 
     After each step, `adjust` applies::

@@ -423,7 +423,7 @@ class PolicyMap:
                 x, getattr(fitted.at(trees.key_path(path)), role)
             ),
             tree,
-            is_leaf=trees.is_of_own_dtypes,
+            is_leaf=trees.keeps_dtypes,
         )
 
 

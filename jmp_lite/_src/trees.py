@@ -28,10 +28,10 @@ KeyPath: TypeAlias = tuple[Any, ...]
 Kinds: TypeAlias = type | types.UnionType | tuple[type, ...]
 
 
-class OfOwnDtypes:
-    """A node whose arrays keep their dtypes in a cast of the tree that it is in.
+class KeepsDtypes:
+    """A node that a cast of the surrounding tree leaves unchanged.
 
-    Those of a loss scale, or of moments in 8 bits, are no matter of a policy.
+    Policies do not choose the dtypes of a loss scale or of 8-bit moments.
     """
 
 
@@ -116,11 +116,11 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
       {'step': 'int32', 'w': 'float16'}
     """
     dtype = dtypes.parse_dtype(dtype)
-    return jax.tree.map(lambda x: _cast(x, dtype), tree, is_leaf=is_of_own_dtypes)
+    return jax.tree.map(lambda x: _cast(x, dtype), tree, is_leaf=keeps_dtypes)
 
 
-def is_of_own_dtypes(x: PyTree) -> bool:
-    return isinstance(x, OfOwnDtypes)
+def keeps_dtypes(x: PyTree) -> bool:
+    return isinstance(x, KeepsDtypes)
 
 
 def cast_like(tree: T, like: PyTree) -> T:

@@ -134,7 +134,7 @@ def compares(eqns: Sequence[Eqn], differentiated: Set[Var]) -> bool:
 
 
 def without_gradients(eqns: Sequence[Eqn]) -> set[Var]:
-    """Return what is computed of no floating numbers, or behind a `stop_gradient`."""
+    """Return values of no floating input, or behind a `stop_gradient`."""
     found: set[Var] = set()
     for eqn in eqns:
         floats = (v for v in variables(eqn.invars) if core.is_float(v))
@@ -185,7 +185,7 @@ def _biased_in_norms(eqns: Sequence[Eqn], constant: Set[Var]) -> list[Var]:
     axes: dict[Var, set[int]] = {}  # that statistics of it are taken over
     spread: set[Var] = set()  # what something larger reads: a loss is no statistic
     found = []
-    made = constant | {v for eqn in eqns for v in eqn.outvars}
+    not_biases = constant | {v for eqn in eqns for v in eqn.outvars}
     for eqn in reversed(eqns):
         (out, *_), operands = eqn.outvars, [*variables(eqn.invars)]
         size = core.size(out)
@@ -201,7 +201,7 @@ def _biased_in_norms(eqns: Sequence[Eqn], constant: Set[Var]) -> list[Var]:
         arrays = [v for v in operands if core.shape(v) == shape]
         for v in arrays:
             axes.setdefault(v, set()).update(of_out)
-        others = [core.shape(v) for v in operands if v not in {*arrays, *made}]
+        others = [core.shape(v) for v in operands if v not in {*arrays, *not_biases}]
         biases = [of_other for of_other in others if len(of_other) == len(shape)]
         varies = any(of_bias[i] != 1 for of_bias in biases for i in of_out)
         if arrays and varies and adds(eqn) and core.is_f32(out):

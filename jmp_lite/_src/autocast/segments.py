@@ -269,16 +269,12 @@ class Search:
         if self._is_of_softmax(var) or var in self.ends.kept:
             return False
         is_read = var not in self.returned
-        if is_read and all(map(self._sums_by_index, readers)):
+        # XLA computes it inside of the scatter: storing it costs a write and a read.
+        if is_read and all(sums.sums_by_index(self.eqns[r]) for r in readers):
             return False
         if self.held[var] == HALF or use & Use.DTYPE == Use.HALF:
             return True
         return is_read and all(self._reads_half(r, var) for r in readers)
-
-    def _sums_by_index(self, reader: int) -> bool:
-        """Return whether a scatter sums a value: XLA computes it there."""
-        eqn = self.eqns[reader]
-        return has(eqn.primitive.name, Fact.SUMS) and "update_jaxpr" in eqn.params
 
     def _is_of_softmax(self, var: Var) -> bool:
         """Return whether a softmax reads a value that no segment makes again.

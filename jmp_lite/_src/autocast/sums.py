@@ -139,6 +139,11 @@ def is_lookup(eqn: Eqn) -> bool:
     return eqn.primitive.name == "gather"
 
 
+def sums_by_index(eqn: Eqn) -> bool:
+    """Return whether an equation is a scatter that sums, as in `segment_sum`."""
+    return has(eqn.primitive.name, Fact.SUMS) and "update_jaxpr" in eqn.params
+
+
 def sums_backward(eqn: Eqn) -> bool:
     """Return whether the transpose of an equation sums in the dtype of its operands.
 

@@ -2,7 +2,8 @@
 
 Orbax stores a flat dict of arrays in zarr format. tensorstore, which Orbax is built on,
 opens an array before it allocates memory for its numbers: so the shape and the dtype
-are compared with the record first.
+are compared with the record first. Of an array that spans processes, each process
+writes and reads its own shards.
 """
 
 import logging

@@ -66,8 +66,9 @@ def convert(restored: object, like: Any, saved: Specs, where: str) -> tuple[Any,
 
     def to_form(path: KeyPath, target: Any, x: Any) -> Any:
         name = trees.key_path(path)
-        # Of arrays in low precision.
-        was, wanted = (getattr(y, "dtype_name", None) for y in (x, target))
+        # The dtypes of arrays in low precision, None for other leaves.
+        pair = x, target
+        was, wanted = (y.dtype_name if low.is_compressed(y) else None for y in pair)
         if was == wanted:
             return x
         numbers = x.to_float32() if was else x

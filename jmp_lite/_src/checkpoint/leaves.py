@@ -155,7 +155,10 @@ def stored_as(leaf: LeafSpec, target: Any) -> tuple[tuple[int, ...], tuple[str, 
 
 
 def decode(array: Any, leaf: LeafSpec, target: Any) -> Any:
-    """Return the value of a saved leaf; any exception means that it is damaged."""
+    """Return the value of a saved leaf, that of `target` if it was not saved.
+
+    Any exception means that the leaf is damaged.
+    """
     if leaf.kind == "key":
         key = jax.random.wrap_key_data(array, impl=leaf.impl)
         if key.dtype != target.dtype:

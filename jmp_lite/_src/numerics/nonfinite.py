@@ -310,6 +310,8 @@ def _refuse_derivative(primals: object, tangents: object) -> NoReturn:
 
 
 class _Origins:
+    """Tags that are origins."""
+
     def tag_constant(self, value: Array) -> Array:
         is_half = dtypes.is_half(jax.typeof(value).dtype)
         times = (_PART, _WHOLE) if is_half else (_LATE, _LATE)
@@ -320,6 +322,8 @@ class _Origins:
 
 
 class _Watcher(_Origins, Walker):
+    """Finds origins in a program that JAX traces."""
+
     def observe(self, equation: Equation) -> list[Array]:
         here, (operands, mixes) = _here(equation), _operands(equation)
         return [
@@ -329,6 +333,8 @@ class _Watcher(_Origins, Walker):
 
 
 class _Run(_Origins, runs.Run):
+    """Finds origins on the host, and the ranges of their operands."""
+
     def __init__(self):
         super().__init__()
         # Of the operands of an origin, by its `eqn_count`.

@@ -42,7 +42,7 @@ _MOMENTS = frozenset(
 
 @trees.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LowPrecisionArray(trees.OfOwnDtypes, metaclass=compat.FlaxSerializable):
+class LowPrecisionArray(trees.KeepsDtypes, metaclass=compat.FlaxSerializable):
     """A float32 array `[..., n]` in low precision: a leaf of an optimiser state.
 
     Args:

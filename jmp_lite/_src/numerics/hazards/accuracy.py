@@ -3,6 +3,7 @@
 import functools
 import math
 
+from jmp_lite._src.autocast import sums
 from jmp_lite._src.jaxprs import core
 from jmp_lite._src.jaxprs.primitives import Fact
 from jmp_lite._src.numerics.hazards import graph
@@ -168,6 +169,6 @@ def _sum_in_a_loop(value: Value, _: Program) -> str | None:
 
 def _terms(value: Value) -> list[Value]:
     # What a backward pass scatters are gradients of different elements.
-    is_scattered = value.facts & Fact.SUMS and "update_jaxpr" in value.eqn.params
+    is_scattered = value.eqn and sums.sums_by_index(value.eqn)
     is_sum = value.facts & Fact.LINEAR or is_scattered and not value.is_backward
     return list(map(graph.uncast, value.ins)) if is_sum else []
